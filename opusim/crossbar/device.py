@@ -61,7 +61,6 @@ from opusim.description.crossbar import (
 )
 from opusim.description.schema import DeviceDescription
 from opusim.devices.inputs import real_batch
-from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
 from opusim.processes import pause
 from opusim.randomness.kernels import run_split
@@ -508,9 +507,7 @@ class CrossbarDevice(ConvertedDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.crossbar is None:
-            raise ConfigError(description.name, "crossbar", "missing; give g_max_us at least")
-        self._settings = description.crossbar
+        self._settings: CrossbarSettings = description.needed("crossbar", "give g_max_us at least")
         given = self._settings.converter
         self._converter = Converter(
             input_bits=given.dac_bits,
@@ -662,12 +659,9 @@ class PhotonicDevice(ConvertedDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        settings = getattr(description, self.section)
-        if settings is None:
-            raise ConfigError(description.name, self.section, "missing; give laser_w and detector at least")
-        self._settings = settings
+        self._settings = description.needed(self.section, "give laser_w and detector at least")
         self._require_fitting()
-        given = settings.converter
+        given = self._settings.converter
         self._converter = Converter(
             input_bits=given.dac_bits, output_bits=given.adc_bits, output_bound=given.adc_bound
         )

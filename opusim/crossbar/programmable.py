@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import Array, like_input, matrix_to_program, real_batch
 from opusim.devices.kinds import Capability
-from opusim.errors import ConfigError, NoiseUnknown
+from opusim.errors import NoiseUnknown
 from opusim.medium.transmission import Medium, gaussian_table
 from opusim.noise import ConverterLatticeNoise, GaussianNoise, NoiseModel, SignalGaussianNoise
 from opusim.randomness.seeds import derive_seed
@@ -123,13 +123,9 @@ class ProgrammableDevice(NoisyDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.medium is None:
-            raise ConfigError(
-                description.name,
-                "medium",
-                "missing; a programmable device needs [medium] with the seed of its chip",
-            )
-        self._medium_settings = description.medium
+        self._medium_settings: MediumSettings = description.needed(
+            "medium", "a programmable device needs [medium] with the seed of its chip"
+        )
         self._weights: torch.Tensor | None = None
         self._scale = 1.0
         self._elapsed_s = 0.0

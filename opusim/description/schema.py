@@ -470,6 +470,19 @@ class DeviceDescription(Shown, StrictSection):
         transfer = None if self.camera is None else self.camera.transfer
         return transfer is not None and transfer.repeated > 0
 
+    def needed(self, section: str, remedy: str) -> Any:
+        """Return a section; ConfigError if the description lacks it."""
+        if (found := getattr(self, section)) is None:
+            raise ConfigError(self.name, section, f"missing; {remedy}")
+        return found
+
+    def refuse_options(self) -> None:
+        """Refuse the options of a description whose kind takes none."""
+        for key in self.options:
+            raise ConfigError(
+                self.name, f"options.{key}", f"the kind {self.kind!r} takes no options; remove it"
+            )
+
     def dump(self) -> dict[str, Any]:
         """Return plain values under the files' keys, fit for TOML and JSON; the loader takes them back."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)

@@ -68,11 +68,8 @@ class CameraDevice(NoisyDevice):
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         self._settings, _ = camera_sections(description)
-        if type(self) is CameraDevice and description.options:
-            key = f"options.{next(iter(description.options))}"
-            raise ConfigError(
-                description.name, key, f"the kind {description.kind!r} takes no options; remove it"
-            )
+        if type(self) is CameraDevice:
+            description.refuse_options()
         self.speckle = speckle_of(description, self.n_inputs, self.n_outputs)
         self._law = self.speckle.law
         seed = self._seed if self.mode == "experiment" else None

@@ -137,15 +137,6 @@ class _CountLaw(_Law):
     gain_dn_per_e_high: float | None = Field(default=None, gt=0)
     light_spread: Literal["unknown"] | None = None
 
-    @property
-    def least_light(self) -> float:
-        """Lower limit of any frame's light over the description's, at least 0.
-
-        The mean is at least `light_ratio_low`, no frame exceeds `light_ratio_high`, and frames fall below the mean by
-        no more than they exceed it.
-        """
-        return max(0.0, 2 * self.light_ratio_low - self.light_ratio_high)
-
     def dark_of_groups(self, pixels: int) -> tuple[float, float, float]:
         """Return limits of the dark charge D of all outputs, and of a group's mean deviation from it, electrons.
 

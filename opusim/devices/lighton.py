@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, LightonSettings
 from opusim.devices.access import INSTALL_LIGHTONML, require_lighton
 from opusim.devices.base import NoisyDevice
 from opusim.devices.kinds import Capability
@@ -67,13 +67,11 @@ class LightonDevice(NoisyDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.lighton is None:
-            raise ConfigError(description.name, "lighton", "missing; a device of this kind needs [lighton]")
-        self._settings = description.lighton
-        if self._settings.simulated and description.medium is None:
-            raise ConfigError(
-                description.name, "medium", "missing; a simulated device needs [medium] with a seed"
-            )
+        self._settings: LightonSettings = description.needed(
+            "lighton", "a device of this kind needs [lighton]"
+        )
+        if self._settings.simulated:
+            description.needed("medium", "a simulated device needs [medium] with a seed")
         self._std = None if description.noise is None else description.noise.value()
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._opu: Any = None

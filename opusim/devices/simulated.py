@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.description.schema import DeviceDescription, MediumSettings
+from opusim.description.schema import DeviceDescription, MediumSettings, NoiseSettings
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
@@ -47,16 +47,9 @@ class SimulatedDevice(NoisyDevice):
     @classmethod
     def require_described(cls, description: DeviceDescription) -> MediumSettings:
         """Return the settings of ``[medium]``; ConfigError if there is none, or there are options."""
-        if description.medium is None:
-            raise ConfigError(
-                description.name, "medium", "missing; a simulated device needs [medium] with a seed"
-            )
-        if description.options:
-            key = f"options.{next(iter(description.options))}"
-            raise ConfigError(
-                description.name, key, f"the kind {description.kind!r} takes no options; remove it"
-            )
-        return description.medium
+        medium: MediumSettings = description.needed("medium", "a simulated device needs [medium] with a seed")
+        description.refuse_options()
+        return medium
 
     @cached_property
     def _complex_medium(self) -> tuple[Medium, Medium]:
@@ -121,10 +114,10 @@ class GaussianDevice(SimulatedDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.noise is None:
-            raise ConfigError(description.name, "noise", "missing; give noise.sigma, or use the kind 'ideal'")
-        self._std = description.noise.value()
-        self._noise_settings = description.noise
+        self._noise_settings: NoiseSettings = description.needed(
+            "noise", "give noise.sigma, or use the kind 'ideal'"
+        )
+        self._std = self._noise_settings.value()
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)

@@ -309,10 +309,6 @@ class Places:
         session = self._sessions.get(token)
         return session if session is not None and session.public == public else None
 
-    def of_ticket(self, ticket: str, public: str) -> Session | None:
-        """Return the session that an opening led to, if it did."""
-        return next((each for each in self if each.ticket == ticket and each.public == public), None)
-
     def add(self, session: Session) -> None:
         """Give a client its place."""
         self._sessions[session.token] = session
@@ -732,7 +728,8 @@ class Server:
     def _open(self, route: bytes, user: Key, request: str, message: Message) -> None:
         """Give a client a place, let it wait, or refuse it; the same ticket leads to the same place."""
         ticket = message.value("ticket", str)[:64]
-        session = self._places.of_ticket(ticket, user.public)
+        of_opening = (each for each in self._places if (each.ticket, each.public) == (ticket, user.public))
+        session = next(of_opening, None)
         if session is not None:
             session.route, session.heard = route, time.monotonic()
             opened = session.opened

@@ -96,9 +96,7 @@ class BenchDevice(NoisyDevice):
         **window: Any,
     ) -> None:
         super().__init__(description, **window)
-        if description.bench is None:
-            raise ConfigError(description.name, "bench", "missing; a device of this kind needs [bench]")
-        self._settings: BenchSettings = description.bench
+        self._settings: BenchSettings = description.needed("bench", "a device of this kind needs [bench]")
         self._factories = {"patterns": patterns, "grabber": grabber}
         for key, given in self._factories.items():
             if given is not None and not callable(given):

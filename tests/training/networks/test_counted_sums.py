@@ -29,12 +29,8 @@ def one_after_another(self: LinearUse, delta: Tensor, h: Tensor, into: Any = NOW
     """The products of a linear map in the precision of its signals, added in the order of the records."""
     signals, inputs = delta.flatten(0, 1).numpy(), h.flatten(0, 1).numpy()
     terms = signals[:, :, None] * inputs[:, None, :]
-    weight = (
-        np.zeros(terms.shape[1:], terms.dtype)
-        if not len(terms)
-        else np.cumsum(terms, axis=0, dtype=terms.dtype)[-1]
-    )
-    return [torch.from_numpy(weight.copy())]
+    terms = np.concatenate([np.zeros_like(terms, shape=(1, *terms.shape[1:])), terms])  # for no record
+    return [torch.from_numpy(np.cumsum(terms, axis=0, dtype=terms.dtype)[-1].copy())]
 
 
 def along(share: float, binade: int) -> float:
@@ -44,10 +40,8 @@ def along(share: float, binade: int) -> float:
 
 def contributions(values: Tensor) -> Contributions:
     """Records of one number each, which all go the same way."""
-    weight = nn.Parameter(torch.zeros(1, 1))
-    return Contributions(
-        [([weight], [LinearUse(values[:, None], torch.ones(len(values), 1), weight)])], len(values)
-    )
+    weight, n = nn.Parameter(torch.zeros(1, 1)), len(values)
+    return Contributions([([weight], [LinearUse(values[:, None], torch.ones(n, 1), weight)])], n)
 
 
 def error_of(values: Tensor, block: int | None) -> Fraction:
@@ -59,9 +53,7 @@ def error_of(values: Tensor, block: int | None) -> Fraction:
 
 @pytest.mark.parametrize("records", [1, 256, 409, 410, MANY, 5000])
 @pytest.mark.parametrize("binade", [6, 8, 9, 10, 11])
-def test_the_worst_order_stays_within_counts(
-    records: int, binade: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worst_order_stays_within(records: int, binade: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearUse, "products", one_after_another)
     counted = CountedSums.of(records, processes=1)
     values = torch.full((records,), along(0.49, binade))
@@ -74,10 +66,8 @@ def test_the_worst_order_stays_within_counts(
 def test_longer_blocks_do_not(block: int | None, binade: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted faults: one sum, as without a release, and blocks of half the records."""
     monkeypatch.setattr(LinearUse, "products", one_after_another)
-    assert (
-        2 * error_of(torch.full((MANY,), along(0.49, binade)), block)
-        > CountedSums.of(MANY, processes=1).error
-    )
+    values = torch.full((MANY,), along(0.49, binade))
+    assert 2 * error_of(values, block) > CountedSums.of(MANY, processes=1).error
 
 
 def test_blocks_are_as_long_as_the_error_allows() -> None:
@@ -156,11 +146,8 @@ def test_layers_stay_within_it_on_this_machine(records: int) -> None:
         factors = bounded_factors(found.squared_norms().sum(dim=0).sqrt(), 1.0)
         own = factors if kind == "positions that cancel" else factors.float().double()
         wanted = (own[:, None] * rows).sum(dim=0)
-        parts = [
-            p.double().reshape(len(p), -1)
-            for _, p in found.totals(factors.expand(1, -1), block=counted.block)
-        ]
-        total = torch.cat(parts, dim=1).flatten()
+        totals = found.totals(factors.expand(1, -1), block=counted.block)
+        total = torch.cat([p.double().reshape(len(p), -1) for _, p in totals], dim=1).flatten()
         assert float((total - wanted).norm()) <= counted.error / 2 + records * 2.0**-24, kind
 
 

@@ -217,7 +217,6 @@ def shares(name: str, count: int, way: str) -> list[float]:
         record(tape, model, x, lambda y, signal=signal: (y * signal).sum())
         left_out = tape.clip(bound)
         total = norm(gradients(model))
-        assert math.isfinite(total)
         assert total == 0 or not left_out
         found.append(total / bound)
     return found
@@ -232,7 +231,9 @@ def grid(count: int, seed: int) -> list[tuple[str, float, str, float]]:
 
 @ways(usual=EXTREME, gram=EXTREME, formed=FORMED)
 def test_no_record_adds_more_than_the_clip(name: str, way: str) -> None:
-    assert 0.5 < max(shares(name, 60 if way == "formed" else 30, way)) <= 1 + ROUNDING
+    found = shares(name, 60 if way == "formed" else 30, way)
+    assert all(map(math.isfinite, found))
+    assert 0.5 < max(found) <= 1 + ROUNDING
 
 
 TOKENS = ["padded embedding", "tied decoder"]

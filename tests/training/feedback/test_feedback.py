@@ -8,6 +8,7 @@ from torch import nn
 
 from benchmarks.bare import feedback_trainer
 from opusim import open_device
+from opusim.devices.base import NoisyDevice
 from opusim.encodings import ternarize
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream
@@ -15,6 +16,7 @@ from opusim.training.config.sections import OptimizerConfig
 from opusim.training.errors import TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.functions import cross_entropy
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
@@ -23,31 +25,34 @@ WIDTHS = (9, 12, 15, 4)  # inputs, two hidden layers, classes
 SIGMA = 0.37
 
 
-def new_network(bias: bool = True) -> FullyConnected:
+def new_network() -> FullyConnected:
     torch.manual_seed(11)
-    return FullyConnected(
-        nn.Sequential(
-            nn.Linear(9, 12, bias=bias), nn.Tanh(), nn.Linear(12, 15, bias=bias), nn.Tanh(),
-            nn.Linear(15, 4, bias=bias),
-        ),
-    )  # fmt: skip
+    layers = nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 15), nn.Tanh(), nn.Linear(15, 4)
+    return FullyConnected(nn.Sequential(*layers))
 
 
-def batch(size: int = 20) -> tuple[torch.Tensor, torch.Tensor]:
+def device_of(sigma: float = 0.0) -> NoisyDevice:
+    return open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": sigma})
+
+
+def trainer_of(
+    config: FeedbackConfig, device: NoisyDevice | None = None, *, name: str = "sgd", lr: float = 1e-30
+) -> tuple[FullyConnected, FeedbackTrainer]:
+    """A trainer of a new network, with a learning rate too small to matter."""
+    network, noise = new_network(), noise_stream("experiment", 5, "digital-noise")
+    optimizer = make_optimizer(network.parameters, OptimizerConfig(name=name, lr=lr))
+    return network, feedback_trainer(ClosedForm(network, config, device=device, noise=noise), optimizer)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(12)
-    return torch.randn(size, 9, generator=generator), torch.randint(0, 4, (size,), generator=generator)
+    return torch.randn(20, 9, generator=generator), torch.randint(0, 4, (20,), generator=generator)
 
 
 def gradients(config: FeedbackConfig, *, sigma: float = 0.0, step: int = 0) -> list[torch.Tensor]:
-    """Gradients of one step with a learning rate too small to matter."""
-    network = new_network()
-    device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": sigma})
-    trainer = feedback_trainer(
-        ClosedForm(network, config, device=device, noise=noise_stream("experiment", 5, "digital-noise")),
-        make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
-    )
-    x, y = batch()
-    trainer.step(x, y, step=step, observe=True)
+    """Gradients of one step."""
+    network, trainer = trainer_of(config, device_of(sigma))
+    trainer.step(*batch(), step=step, observe=True)
     return [parameter.grad.clone() for parameter in network.parameters]
 
 
@@ -97,12 +102,9 @@ def test_an_unknown_feedback_is_refused() -> None:
         ClosedForm(network, OtherConfig())
 
 
-def test_dfa_is_equation_4() -> None:
-    assert_hidden_close(gradients(DfaConfig()), written_out(ternary=False))
-
-
-def test_tdfa_projects_the_ternarized_error() -> None:
-    assert_hidden_close(gradients(TdfaConfig()), written_out(ternary=True))
+@pytest.mark.parametrize("config", [DfaConfig(), TdfaConfig()], ids=["dfa is equation 4", "tdfa ternarizes"])
+def test_hidden_layers_learn_from_the_projected_error(config: FeedbackConfig) -> None:
+    assert_hidden_close(gradients(config), written_out(ternary=config.kind == "tdfa"))
 
 
 @pytest.mark.parametrize("encoding", ["ternary", "planes"])
@@ -131,32 +133,24 @@ def test_published_order_scales_the_noisy_reading_then_draws() -> None:
     """The second noise does not shrink with the reading: that is what the order is about."""
     config = PdfaConfig(order="published", tau_b=1e-6)
     found = gradients(config, sigma=SIGMA)
-    device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
+    device = device_of(SIGMA)
     device.project(torch.zeros(20, 4))  # the reading comes first
     noise = device.draw((20, 27))
     assert_hidden_close(found, written_out(ternary=True, tau_b=1e-6, noise=noise))
 
 
 def test_planted_fault_noise_before_the_scale_is_caught() -> None:
-    device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
-    noise = device.draw((20, 27))
-    hardware = gradients(PdfaConfig(), sigma=SIGMA)
+    noise, hardware = device_of(SIGMA).draw((20, 27)), gradients(PdfaConfig(), sigma=SIGMA)
     with pytest.raises(AssertionError):
         assert_hidden_close(hardware, written_out(ternary=True, tau_b=0.3, noise=noise))
 
 
 def test_layers_get_disjoint_slices() -> None:
     """Noise of one reading, seen through both layers' bias gradients, is uncorrelated between them."""
-    network = new_network()
-    device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": 50.0})
-    trainer = feedback_trainer(
-        ClosedForm(network, PdfaConfig(), device=device),
-        make_optimizer(network.parameters, OptimizerConfig(lr=1e-30)),
-    )
-    x, y = batch()
+    network, trainer = trainer_of(PdfaConfig(), device_of(50.0))
     pairs = []
     for step in range(400):
-        trainer.step(x, y, step=step)
+        trainer.step(*batch(), step=step)
         pairs.append(torch.stack([network.linears[0].bias.grad[0], network.linears[1].bias.grad[0]]))
     correlation = torch.corrcoef(torch.stack(pairs).t())[0, 1]
     assert correlation.abs() < 5 / 400**0.5
@@ -177,22 +171,14 @@ def test_the_output_layer_learns_from_the_error_itself() -> None:
 
 
 def test_diagnostics_of_backpropagation_are_perfect_alignment() -> None:
-    network = new_network()
-    trainer = feedback_trainer(
-        ClosedForm(network, BpConfig()), make_optimizer(network.parameters, OptimizerConfig())
-    )
-    record = trainer.step(*batch(), step=0, observe=True)
+    record = trainer_of(BpConfig())[1].step(*batch(), step=0, observe=True)
     assert record.diagnostics["alignment"] == pytest.approx([1.0] * 3, abs=1e-6)
 
 
 def test_reported_noise_norm_is_the_realised_one() -> None:
     """The expected norm of a reading's noise against readings of zero error, within 1 % (n = 4000 rows)."""
-    network = new_network()
-    device = open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": SIGMA})
-    trainer = feedback_trainer(
-        ClosedForm(network, PdfaConfig(), device=device),
-        make_optimizer(network.parameters, OptimizerConfig()),
-    )
+    device = device_of(SIGMA)
+    _, trainer = trainer_of(PdfaConfig(), device)
     reported = trainer.step(*batch(), step=0, observe=True).diagnostics["noise_norm"]
     realised = device.draw((4000, 27)).split([12, 15], dim=1)
     for value, noise, width in zip(reported, realised, (12, 15), strict=True):
@@ -202,10 +188,7 @@ def test_reported_noise_norm_is_the_realised_one() -> None:
 
 
 def test_nan_in_the_error_stops_before_the_update() -> None:
-    network = new_network()
-    trainer = feedback_trainer(
-        ClosedForm(network, DfaConfig()), make_optimizer(network.parameters, OptimizerConfig())
-    )
+    network, trainer = trainer_of(DfaConfig(), lr=0.1)
     x, y = batch()
     x[3, 2] = float("nan")
     before = [parameter.detach().clone() for parameter in network.parameters]
@@ -215,12 +198,7 @@ def test_nan_in_the_error_stops_before_the_update() -> None:
 
 
 def test_an_empty_batch_moves_nothing() -> None:
-    network = new_network()
-    device = open_device("gaussian", n_inputs=4, n_outputs=27)
-    trainer = feedback_trainer(
-        ClosedForm(network, PdfaConfig(), device=device),
-        make_optimizer(network.parameters, OptimizerConfig()),
-    )
+    network, trainer = trainer_of(PdfaConfig(), device_of(), lr=0.1)
     before = [parameter.detach().clone() for parameter in network.parameters]
     record = trainer.step(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), step=0, observe=True)
     assert record.n_records == 0
@@ -228,22 +206,16 @@ def test_an_empty_batch_moves_nothing() -> None:
 
 
 def test_wrong_devices_are_refused() -> None:
-    network = new_network()
-    optimizer = make_optimizer(network.parameters, OptimizerConfig())
-    with pytest.raises(ValueError, match="device is missing"):
-        feedback_trainer(ClosedForm(network, PdfaConfig()), optimizer)
-    with pytest.raises(ValueError, match="n_inputs=4, n_outputs=27"):
-        feedback_trainer(
-            ClosedForm(network, PdfaConfig(), device=open_device("gaussian", n_inputs=4, n_outputs=26)),
-            optimizer,
-        )
+    for device, message in (
+        (None, "device is missing"),
+        (open_device("gaussian", n_inputs=4, n_outputs=26), "n_inputs=4, n_outputs=27"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer_of(PdfaConfig(), device)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "radam", "adamax"])
 def test_every_optimizer_lowers_the_loss(name: str) -> None:
-    network = new_network()
-    optimizer = make_optimizer(network.parameters, OptimizerConfig(name=name, lr=0.03))
-    trainer = feedback_trainer(ClosedForm(network, DfaConfig()), optimizer)
-    x, y = batch()
-    losses = [float(trainer.step(x, y, step=step).loss_sum) for step in range(200)]
+    _, trainer = trainer_of(DfaConfig(), name=name, lr=0.03)
+    losses = [float(trainer.step(*batch(), step=step).loss_sum) for step in range(200)]
     assert losses[-1] < 0.7 * losses[0]

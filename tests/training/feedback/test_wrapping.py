@@ -1,6 +1,7 @@
 """Wrap a module with feedback points: state dicts, copies, checkpointing, and what is refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -13,6 +14,7 @@ from opusim import FeedbackAlignment, open_device
 from tests.support.record_models import Custom
 
 WIDTH, CLASSES = 6, 3
+Run = Callable[[nn.Module, Tensor], Tensor]
 x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
 y = torch.arange(8) % CLASSES
 
@@ -29,9 +31,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Three blocks, of which the first two are points, and a head; `run` calls a block."""
 
-    def __init__(
-        self, run: Callable[[nn.Module, Tensor], Tensor] | None = None, together: bool = False
-    ) -> None:
+    def __init__(self, run: Run | None = None, together: bool = False) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.model = nn.ModuleList(Block() for _ in range(3))  # the name that the wrapper uses as well
@@ -103,9 +103,8 @@ def test_parameters_and_buffers_have_names_of_the_state_dict(nest: Callable[[nn.
         assert [name for name, _ in getattr(wrapped, kind)()] == [name for name, _ in getattr(plain, kind)()]
         for name, tensor in getattr(wrapped, kind)():
             assert torch.equal(tensor, wrapped.state_dict()[name])
-    assert (
-        len(dict(wrapped.named_modules())) == len(list(wrapped.modules())) == len(list(plain.modules())) + 1
-    )
+    modules = list(wrapped.modules())
+    assert len(dict(wrapped.named_modules())) == len(modules) == len(list(plain.modules())) + 1
     assert next(wrapped.modules()) is wrapped
 
 
@@ -121,21 +120,9 @@ class Scaled(Net):
         return super().forward(h * self.scale + self.shift)
 
 
-class Flat(nn.Module):
-    """A parameter and a buffer beside two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(WIDTH))
-        self.register_buffer("shift", torch.rand(WIDTH))
-        self.body, self.act, self.head = nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.head(self.act(self.body(h * self.scale + self.shift)))
-
-
 def test_functional_calls_take_every_parameter_and_buffer_by_its_name() -> None:
-    model, other = FeedbackAlignment(Flat()), Flat()
+    model, other = FeedbackAlignment(Scaled().eval()), Scaled().eval()
+    other.scale.data *= 2
     before = model.scale
     given = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     assert torch.equal(torch.func.functional_call(model, given, (x,)), other(x))
@@ -199,10 +186,9 @@ def test_evaluation_is_the_plain_model(mode: str) -> None:
     plain, model = Net(), FeedbackAlignment(Net())
     if mode == "eval":
         plain.eval(), model.eval()
+    modes = {"eval": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with modes[mode]():
         assert torch.equal(model(x), plain(x))
-    else:
-        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-            assert torch.equal(model(x), plain(x))
     assert same(model.state_dict(), plain.state_dict())  # running means
 
 
@@ -224,16 +210,12 @@ def test_the_model_itself_learns_through_its_points() -> None:
     deepcopy(model)
 
 
-def test_attributes_of_the_model_are_found() -> None:
+def test_attributes_of_the_model_are_found_and_its_torch_device() -> None:
+    """As loops write `x.to(model.device)`; the noisy device has a name of its own, and may be assigned to either."""
     model = FeedbackAlignment(Net())
     assert model.head is model.model.head
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'tail'"):
         _ = model.tail
-
-
-def test_device_is_the_torch_device_of_the_model() -> None:
-    """As loops write `x.to(model.device)`; the noisy device has a name of its own, and may be assigned to either."""
-    model = FeedbackAlignment(Net())
     assert model.device == torch.device("cpu")
     assert model.to("meta").device == torch.device("meta")
     assert FeedbackAlignment(nn.Sequential(nn.Tanh()), "0").device == torch.device("cpu")
@@ -246,21 +228,19 @@ def test_device_is_the_torch_device_of_the_model() -> None:
 # Activation checkpointing
 
 
+def checkpointed(use_reentrant: bool) -> Run:
+    return lambda block, h: checkpoint(block, h, use_reentrant=use_reentrant)
+
+
 @pytest.mark.parametrize("point", ["inside", "outside", "around all"])
 def test_checkpointing_changes_no_gradient(point: str) -> None:
     """Parts that run again in the backward pass are cut at the same places."""
-    runs = []
-
-    def run(block: nn.Module, h: Tensor) -> Tensor:
-        return checkpoint(block, h, use_reentrant=False)
-
-    wanted = gradients(FeedbackAlignment(Net()).model)
-    net = Net(run=run if point == "outside" else None, together=point == "inside")
+    runs, wanted = [], gradients(FeedbackAlignment(Net()).model)
+    net = Net(run=checkpointed(False) if point == "outside" else None, together=point == "inside")
     net.model[0].linear.register_forward_hook(lambda *_: runs.append(1))
     model = FeedbackAlignment(net)
     if point == "around all":
-        found = checkpoint(model, x, use_reentrant=False)
-        cross_entropy(found, y).backward()
+        cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
         assert same({n: p.grad for n, p in net.named_parameters()}, wanted)
     else:
         assert same(gradients(net), wanted)
@@ -271,17 +251,17 @@ def test_checkpointing_changes_no_gradient(point: str) -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_backpropagation_through_checkpointed_points(together: bool) -> None:
     wanted = gradients(Net())
-    net = Net(run=None if together else lambda b, h: checkpoint(b, h, use_reentrant=False), together=together)
+    net = Net(run=None if together else checkpointed(False), together=together)
     with FeedbackAlignment(net).backpropagating():
         assert same(gradients(net), wanted)
 
 
 def test_reentrant_checkpointing_is_refused_by_name() -> None:
-    net = Net(run=lambda block, h: checkpoint(block, h, use_reentrant=True))
+    net = Net(run=checkpointed(True))
     model = FeedbackAlignment(net)
     with pytest.raises(ValueError, match=r"'model\.0' computes without gradients.*use_reentrant=False"):
         model(x.clone().requires_grad_())
-    net.run = lambda block, h: checkpoint(block, h, use_reentrant=False)  # the remedy
+    net.run = checkpointed(False)  # the remedy
     gradients(model)
 
 
@@ -330,27 +310,41 @@ def test_points_are_names_patterns_or_classes() -> None:
         FeedbackAlignment(Net(), [3])
 
 
-def test_points_and_error_that_do_not_fit_together_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"point 'model\.2' does not run before the error is taken"):
-        FeedbackAlignment(Net(), ["model.0", "model.2"], error_at="model.1")(x)
-    with pytest.raises(
-        ValueError, match=r"the error is taken at the output of point '2'; leave it out of points"
-    ):
-        FeedbackAlignment(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)), nn.Linear)(x)
-    idle = Net()
-    idle.unused = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match=r"error_at = 'unused' did not run in this forward pass"):
-        FeedbackAlignment(idle, error_at="unused")(x)
+class Pair(Net):
+    """Calls its head twice, and gives two tensors."""
 
-    class Pair(Net):
-        def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-            z = super().forward(h)
-            return z, self.head(h)
+    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        z = super().forward(h)
+        return z, self.head(h)
 
-    with pytest.raises(ValueError, match="the model returns tuple instead of one tensor; name the submodule"):
-        FeedbackAlignment(Pair())(x)
-    with pytest.raises(ValueError, match=r"error_at = 'head' runs twice in one forward pass"):
-        FeedbackAlignment(Pair(), error_at="head")(x)
+
+class Idle(Net):
+    """A layer that does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(1, 1)
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "message"),
+    [
+        (Net, {"points": ["model.0", "model.2"], "error_at": "model.1"}, r"'model\.2' does not run before the error"),
+        (layers, {"points": nn.Linear}, "the error is taken at the output of point '2'; leave it out of points"),
+        (Idle, {"error_at": "unused"}, "error_at = 'unused' did not run in this forward pass"),
+        (Pair, {}, "the model returns tuple instead of one tensor; name the submodule"),
+        (Pair, {"error_at": "head"}, "error_at = 'head' runs twice in one forward pass"),
+    ],
+)  # fmt: skip
+def test_points_and_error_that_do_not_fit_together_are_refused(
+    build: Callable[[], nn.Module], options: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        FeedbackAlignment(build(), **options)(x)
     z, _ = FeedbackAlignment(Pair(), error_at="model.2")(x)  # the remedy
     cross_entropy(z, y).backward()
 
@@ -424,9 +418,7 @@ def test_no_gain_uses_no_device_and_warns_of_nothing() -> None:
     model = FeedbackAlignment(Net(), gain=0, device=device)
     cross_entropy(model(x), y).backward()
     assert device.usage.frames == 0
-    with_zeros = [not bool(parameter.grad.any()) for parameter in model.parameters()]
-    assert True in with_zeros
-    assert False in with_zeros
+    assert {bool(parameter.grad.any()) for parameter in model.parameters()} == {True, False}
     with pytest.raises(ValueError, match="gain = 0 sends no feedback"):
         model.diagnose(lambda: cross_entropy(model(x), y))
 
@@ -448,7 +440,7 @@ EXPORTS = {
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exports_are_refused_until_the_points_are_removed(name: str) -> None:
     def new() -> FeedbackAlignment:
-        return FeedbackAlignment(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)).eval())
+        return FeedbackAlignment(layers().eval())
 
     line = rf"{name.removeprefix('strict ')} cannot record feedback points.*plain model, which remove\(\)"
     with torch.no_grad():
@@ -473,8 +465,7 @@ def test_a_model_without_storage_has_a_shape_and_does_not_learn() -> None:
 def test_an_error_in_one_of_several_tensors_is_refused() -> None:
     """What the loss takes of the other tensors would send nothing to the blocks before."""
     parts = {"block": nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "top": nn.LSTM(6, 6)}
-    model = FeedbackAlignment(
-        Custom(lambda m, x: m.top(m.block(x))[1][0], **parts), ["block"], error_at="top"
-    )
+    net = Custom(lambda m, x: m.top(m.block(x))[1][0], **parts)
+    model = FeedbackAlignment(net, ["block"], error_at="top")
     with pytest.raises(ValueError, match="returns several tensors"):
         model(torch.randn(3, 6))

@@ -1,45 +1,58 @@
-"""Compare the signals of the hidden layers with the formulas of the PDFA paper."""
+"""Signals of hidden layers against the PDFA paper's formulas, the error in codes, and a start from the feedback."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
+from scipy.stats import norm
 from torch import nn
 
 from benchmarks.bare import feedback_trainer
 from opusim import open_device
 from opusim.devices.base import NoisyDevice
-from opusim.encodings import ternarize
+from opusim.encodings import bit_planes, ternarize
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.errors import TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig, TdfaConfig
+from opusim.training.feedback.projection import (
+    AbsoluteTernary,
+    BitPlanes,
+    DenseProjection,
+    DeviceProjection,
+    Encoding,
+    RelativeTernary,
+    StochasticTernary,
+)
 from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.functions import cross_entropy
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
 
 WIDTHS = (9, 12, 15, 4)  # inputs, two hidden layers, classes
-SIGMA = 0.37
+CLASSES, OUTPUTS, SIGMA, BATCH = 4, 27, 0.37, 9
 
 
-def new_network() -> FullyConnected:
+def network_of(*widths: int) -> FullyConnected:
     torch.manual_seed(11)
-    layers = nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 15), nn.Tanh(), nn.Linear(15, 4)
-    return FullyConnected(nn.Sequential(*layers))
+    modules: list[nn.Module] = []
+    for fan_in, width in zip((9, *widths), (*widths, CLASSES), strict=True):
+        modules += [nn.Linear(fan_in, width), nn.Tanh()]
+    return FullyConnected(nn.Sequential(*modules[:-1]))
 
 
-def device_of(sigma: float = 0.0) -> NoisyDevice:
-    return open_device("gaussian", n_inputs=4, n_outputs=27, seed=3, noise={"sigma": sigma})
+def device_of(sigma: float = SIGMA, *, seed: int = 3, n_outputs: int = OUTPUTS) -> NoisyDevice:
+    return open_device("gaussian", n_inputs=CLASSES, n_outputs=n_outputs, seed=seed, noise={"sigma": sigma})
 
 
 def trainer_of(
-    config: FeedbackConfig, device: NoisyDevice | None = None, *, name: str = "sgd", lr: float = 1e-30
-) -> tuple[FullyConnected, FeedbackTrainer]:
-    """A trainer of a new network, with a learning rate too small to matter."""
-    network, noise = new_network(), noise_stream("experiment", 5, "digital-noise")
+    config: FeedbackConfig, device: NoisyDevice | None = None, *, network: FullyConnected | None = None,
+    name: str = "sgd", lr: float = 1e-30,
+) -> tuple[FullyConnected, FeedbackTrainer]:  # fmt: skip
+    """A trainer with a learning rate too small to matter, of a network of two hidden layers if none is given."""
+    network, noise = network or network_of(12, 15), noise_stream("experiment", 5, "digital-noise")
     optimizer = make_optimizer(network.parameters, OptimizerConfig(name=name, lr=lr))
     return network, feedback_trainer(ClosedForm(network, config, device=device, noise=noise), optimizer)
 
@@ -60,7 +73,7 @@ def written_out(
     *, ternary: bool, tau_b: float | None = None, noise: torch.Tensor | None = None, tau_h: float | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Eq. 8 record by record and layer by layer, with plain loops."""
-    network = new_network()
+    network = network_of(12, 15)
     x, y = batch()
     forward = network.forward(x)
     error = cross_entropy(forward.output, y).output_gradient
@@ -219,3 +232,177 @@ def test_every_optimizer_lowers_the_loss(name: str) -> None:
     _, trainer = trainer_of(DfaConfig(), name=name, lr=0.03)
     losses = [float(trainer.step(*batch(), step=step).loss_sum) for step in range(200)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+# Codes of the error, and a start from the feedback
+
+
+def errors(batch: int = BATCH) -> torch.Tensor:
+    """Errors of very different size, one of them zero."""
+    generator = torch.Generator().manual_seed(2)
+    error = torch.randn(batch, CLASSES, generator=generator) * torch.logspace(-3, 0, batch)[:, None]
+    error[batch // 2] = 0
+    return error
+
+
+@pytest.mark.parametrize("planes", [1, 2, 5])
+def test_planes_are_the_weighted_sum_of_one_reading_for_each(planes: int) -> None:
+    """The readings of the same step, taken one by one from a second device of the same seed."""
+    error = errors()
+    first, second = device_of(), device_of()
+    found = DeviceProjection(first, encoding=BitPlanes(planes)).read(error)
+    scale = error.abs().amax(dim=1, keepdim=True)
+    digits, weights = bit_planes(torch.where(scale > 0, error / scale, 0.0), planes)
+    readings = second.project(digits.reshape(planes * BATCH, CLASSES)).view(planes, BATCH, OUTPUTS)
+    expected = scale * sum(weight * reading for weight, reading in zip(weights, readings, strict=True))
+    torch.testing.assert_close(found, expected)
+    assert first.usage.frames == 2 * planes * BATCH
+    assert not found[BATCH // 2].any()
+
+
+def test_without_noise_planes_project_the_error_itself() -> None:
+    error = errors()
+    exact = error @ device_of().matrix().t()
+    for planes in (3, 12):
+        found = DeviceProjection(device_of(sigma=0.0), encoding=BitPlanes(planes)).read(error)
+        largest = error.abs().amax(dim=1, keepdim=True) * 2.0**-planes
+        bound = largest * device_of().matrix().abs().sum(dim=1) + 1e-5
+        assert bool(((found - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize(
+    "encoding", [AbsoluteTernary(0.1), RelativeTernary(0.6), BitPlanes(1), BitPlanes(3), BitPlanes(8)]
+)
+def test_the_reported_noise_is_the_measured_one(encoding: Encoding, seed: int) -> None:
+    """Root mean square over records that share max|e| against noise_std, five standard errors; 5 % off is caught."""
+    n = 2000
+    row = torch.tensor([[0.9, -0.2, -0.5, -0.2]]) * 0.7
+    error = row.expand(n, CLASSES)
+    projection = DeviceProjection(device_of(seed=seed % 2**31), encoding=encoding)
+    silent = DeviceProjection(device_of(sigma=0.0), encoding=encoding)
+    assert torch.equal(device_of(seed=seed % 2**31).matrix(), device_of(sigma=0.0).matrix())
+    noise = (projection.read(error) - silent.read(error)).double()
+    reported = float(projection.noise_power(error))
+    assert reported == pytest.approx(float(projection.noise_std(error)) ** 2, rel=1e-5)  # rows of one scale
+    standard_error = reported * (2 / noise.numel()) ** 0.5
+    assert abs(float(noise.square().mean()) - reported) < 5 * standard_error
+    assert abs(float((0.95 * noise).square().mean()) - reported) > 5 * standard_error
+    assert abs(float(noise.mean())) < norm.isf(norm.sf(5.0)) * (reported / noise.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.6, 1.2])
+def test_ternary_rows_have_the_least_squares_factor_and_constant(threshold: float) -> None:
+    """e = s t + c 1 with lstsq of every row; a row whose t is constant leaves the constant to t."""
+    error = torch.randn(50, 10, generator=torch.Generator().manual_seed(4)) + 0.3
+    encoded = RelativeTernary(threshold)(error)
+    for row, t, s, c in zip(error, encoded.frames[0], encoded.scale, encoded.offset, strict=True):
+        assert torch.equal(t, ternarize(row, threshold * float(row.square().mean().sqrt())))
+        design = torch.stack([t, torch.ones(10)], dim=1).double()
+        expected = torch.linalg.lstsq(design, row[:, None].double()).solution.flatten().float()
+        torch.testing.assert_close(torch.cat([s, c]), expected, rtol=1e-4, atol=1e-5)
+    constant = RelativeTernary(0.5)(torch.tensor([[3.0], [-0.5]]))  # one output: the device is shown it
+    assert torch.equal(constant.scale, torch.tensor([[3.0], [0.5]]))
+    assert not constant.offset.any()
+
+
+@pytest.mark.parametrize("n", [2, 3, 10, 500])
+def test_the_error_of_a_uniform_guess_is_shown_exactly(n: int) -> None:
+    """Of many entries one is shown, and the constant is that of all others."""
+    error = torch.full((n, n), 1 / n) - torch.eye(n)
+    encoded = RelativeTernary(0.6)(error)
+    torch.testing.assert_close(encoded.scale * encoded.frames[0] + encoded.offset, error, rtol=0, atol=1e-6)
+
+
+def test_the_constant_is_projected_by_the_measured_sum_of_columns() -> None:
+    """Digitally and through a device of more inputs than the error has entries."""
+    error = errors()
+    encoded = RelativeTernary(0.6)(error)
+    shown = encoded.scale * encoded.frames[0] + encoded.offset
+    wide = open_device("gaussian", n_inputs=CLASSES + 3, n_outputs=OUTPUTS, seed=3, noise={"sigma": 0.0})
+    matrix = wide.matrix()[:, :CLASSES].t()
+    for projection in (
+        DenseProjection(matrix, encoding=RelativeTernary(0.6)),
+        DeviceProjection(wide, encoding=RelativeTernary(0.6), n_inputs=CLASSES),
+    ):
+        torch.testing.assert_close(projection.read(error), shown @ matrix, rtol=1e-4, atol=1e-5)
+
+
+def test_the_stochastic_code_has_the_error_as_its_mean(seed: int) -> None:
+    """Mean of s t over draws against e, five standard errors; the deterministic code misses it by far."""
+    n = 4000
+    row = torch.tensor([0.9, -0.05, -0.6, -0.25])
+    error = row.expand(n, CLASSES)
+    encoding = StochasticTernary(seed)
+    encoding.seek(3)
+    encoded = encoding(error)
+    shown = encoded.scale * encoded.frames[0] + encoded.offset
+    rest = (row - row.median()).abs()
+    variance = rest * (rest.max() - rest)
+    bound = 5 * (variance / n).sqrt() + 1e-6
+    assert bool(((shown.mean(dim=0) - row).abs() <= bound).all())
+    fixed = RelativeTernary(0.6)(error)
+    missed = (fixed.decoded(fixed.frames[0]).mean(dim=0) - row).abs()
+    assert bool((missed > bound).any())
+
+
+def test_stochastic_codes_repeat_with_their_step() -> None:
+    """A resumed run shows what the stopped one would have; batches of one step, and steps, differ."""
+    error, encoding, again = errors(), StochasticTernary(5), StochasticTernary(5)
+    encoding.seek(7)
+    again.seek(7)
+    first, second = encoding(error).frames, encoding(error).frames
+    assert torch.equal(again(error).frames, first)
+    again.seek(8)
+    assert not torch.equal(first, second)
+    assert not torch.equal(again(error).frames, first)
+    assert set(first.unique().tolist()) <= {-1.0, 0.0, 1.0}
+
+
+def test_the_reported_noise_is_a_mean_over_records() -> None:
+    projection = DeviceProjection(device_of(), encoding=BitPlanes(4))
+    error = errors()
+    each = torch.stack([projection.noise_std(row[None]) for row in error])
+    torch.testing.assert_close(projection.noise_std(error), each.mean())
+
+
+def first_update(network: FullyConnected, config: FeedbackConfig) -> list[torch.Tensor]:
+    """Gradients of each layer."""
+    trainer_of(config, network=network)[1].step(*batch(), step=0)
+    return [network.gradients(layer).clone() for layer in range(network.depth)]
+
+
+def start(network: FullyConnected, config: FeedbackConfig, device: NoisyDevice | None = None) -> None:
+    trainer_of(config, device, network=network)[1].source.start_from_feedback(torch.empty(0))
+
+
+@pytest.mark.parametrize("widths", [(12,), (12, 15)])
+@pytest.mark.parametrize("gain", [1.0, 2.7])
+def test_from_feedback_the_last_hidden_signal_is_backpropagations(widths: Any, gain: float) -> None:
+    """With one hidden layer the whole first update is; with two, that of the last hidden layer. Not without it."""
+    network, config = network_of(*widths), DfaConfig(gain=gain)
+    random = first_update(network, config), first_update(network, BpConfig())
+    assert not torch.allclose(random[0][-2], random[1][-2], rtol=0.1)
+    start(network, config)
+    assert not network.linears[-1].bias.any()
+    found, expected = first_update(network, config), first_update(network, BpConfig())
+    last = len(widths) - 1
+    torch.testing.assert_close(found[last:], expected[last:], rtol=1e-4, atol=1e-6)
+    if last:
+        assert not torch.allclose(found[0], expected[0], rtol=0.1)
+
+
+def test_a_noisy_devices_columns_are_means_of_readings(seed: int) -> None:
+    """64 readings of each column: within five standard errors over the family, and not the matrix itself."""
+    network = network_of(12)
+    device = device_of(seed=seed % 2**31, n_outputs=12)
+    start(network, PdfaConfig(), device)
+    off = network.linears[-1].weight.detach() * 12**0.5 - device.matrix().t()
+    standard_error = SIGMA / 64**0.5
+    assert float(off.abs().max()) < standard_error * norm.isf(norm.sf(5.0) / off.numel())
+    assert float(off.double().std()) == pytest.approx(standard_error, rel=5 / (2 * off.numel()) ** 0.5)
+
+
+@pytest.mark.parametrize(("config", "widths"), [(BpConfig(), (12,)), (DfaConfig(), ())])
+def test_without_feedback_matrix_or_hidden_layer_it_is_refused(config: Any, widths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="model.initial_output = 'feedback' needs.*has none; use 'random'"):
+        start(network_of(*widths), config)

@@ -178,9 +178,7 @@ def test_release_runs_keep_what_they_were_told_and_not_what_they_took(tmp_path: 
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_no_release_tells_a_number_of_records_that_is_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
-) -> None:
+def test_no_release_tells_a_private_number_of_records(tmp_path: Path, monkeypatch: Any, fault: bool) -> None:
     """The planted fault: a forecast from the true mean batch, which tells one record more or less."""
     if fault:
         monkeypatch.setattr(RunConfig, "tells_records", True)

@@ -62,23 +62,12 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 # State dicts
 
 
-class Outer(nn.Module):
-    """A larger model in which the wrapped one is a part."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.stem, self.body = nn.Linear(2, 2), body
-
-
-class Parallel(nn.Module):
-    """Names its part as DistributedDataParallel does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-NESTINGS = {"bare": lambda m: m, "nested": Outer, "parallel": Parallel, "list": lambda m: nn.ModuleList([m])}
+NESTINGS = {
+    "bare": lambda m: m,
+    "nested": lambda m: nn.ModuleDict({"stem": nn.Linear(2, 2), "body": m}),
+    "parallel": lambda m: nn.ModuleDict({"module": m}),  # as DistributedDataParallel names its part
+    "list": lambda m: nn.ModuleList([m]),
+}
 
 
 @pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
@@ -120,9 +109,21 @@ class Scaled(Net):
         return super().forward(h * self.scale + self.shift)
 
 
+class Flat(nn.Module):
+    """A parameter and a buffer next to two layers; no part is named `model`, as the wrapper's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.register_buffer("shift", torch.rand(WIDTH))
+        self.body, self.act, self.head = nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.head(self.act(self.body(h * self.scale + self.shift)))
+
+
 def test_functional_calls_take_every_parameter_and_buffer_by_its_name() -> None:
-    model, other = FeedbackAlignment(Scaled().eval()), Scaled().eval()
-    other.scale.data *= 2
+    model, other = FeedbackAlignment(Flat()), Flat()
     before = model.scale
     given = {**dict(other.named_parameters()), **dict(other.named_buffers())}
     assert torch.equal(torch.func.functional_call(model, given, (x,)), other(x))
@@ -133,16 +134,14 @@ def test_functional_calls_take_every_parameter_and_buffer_by_its_name() -> None:
 
 
 def test_keys_that_differ_by_the_wrappers_own_name_stay_apart() -> None:
-    class Awkward(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-            self.add_module("0", nn.Linear(2, 2))
+    def awkward() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        return nn.ModuleDict({"model": inner, "0": nn.Linear(2, 2)})
 
-    plain = Awkward()
+    plain = awkward()
     model = FeedbackAlignment(deepcopy(plain), ["model.1"])
     assert same(model.state_dict(), plain.state_dict())
-    model.load_state_dict(Awkward().state_dict())
+    model.load_state_dict(awkward().state_dict())
     assert not same(model.state_dict(), plain.state_dict())
     model.load_state_dict(plain.state_dict())
     assert same(model.state_dict(), plain.state_dict())
@@ -278,25 +277,22 @@ def test_a_second_wrapper_is_refused_until_the_first_is_removed() -> None:
     FeedbackAlignment(first.remove())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"points": "model.o"}, "points: no submodule is 'model.o'; did you mean 'model.2' or"),
-        ({"points": ["model.0", nn.GRU]}, "points: no submodule is GRU; it has model, model.0"),
-        ({"points": []}, "points is empty; give names"),
-        ({"error_at": "haed"}, "error_at = 'haed' is no submodule; did you mean 'head'"),
-        ({"points": "model.1", "error_at": "model.1"}, "'model.1' is a feedback point too; leave it out"),
-        ({"rows": 0}, "rows = 0: must be at least 1"),
-        ({"rows": "all"}, "rows = 'all': must be one of 'each', 'sum'; or give a number"),
-        ({"spread": "wide"}, "spread = 'wide': must be one of"),
-        ({"slices": "common"}, "slices = 'common': must be one of"),
-        ({"encoding": "binary"}, "encoding = 'binary': must be one of"),
-        ({"encoding": "planes", "planes": 0}, r"planes = 0: must be an integer in \[1, 24\]"),
-        ({"encoding": "ternary", "threshold": -1.0}, "threshold = -1.0: must be finite and at least 0"),
-        ({"gain": -1.0}, "gain = -1.0: must be finite and at least 0"),
-        ({"seed": -1}, "seed = -1: must be an integer"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"points": "model.o"}, "points: no submodule is 'model.o'; did you mean 'model.2' or"),
+    ({"points": ["model.0", nn.GRU]}, "points: no submodule is GRU; it has model, model.0"),
+    ({"points": []}, "points is empty; give names"),
+    ({"error_at": "haed"}, "error_at = 'haed' is no submodule; did you mean 'head'"),
+    ({"points": "model.1", "error_at": "model.1"}, "'model.1' is a feedback point too; leave it out"),
+    ({"rows": 0}, "rows = 0: must be at least 1"),
+    ({"rows": "all"}, "rows = 'all': must be one of 'each', 'sum'; or give a number"),
+    ({"spread": "wide"}, "spread = 'wide': must be one of"),
+    ({"slices": "common"}, "slices = 'common': must be one of"),
+    ({"encoding": "binary"}, "encoding = 'binary': must be one of"),
+    ({"encoding": "planes", "planes": 0}, r"planes = 0: must be an integer in \[1, 24\]"),
+    ({"encoding": "ternary", "threshold": -1.0}, "threshold = -1.0: must be finite and at least 0"),
+    ({"gain": -1.0}, "gain = -1.0: must be finite and at least 0"),
+    ({"seed": -1}, "seed = -1: must be an integer"),
+])  # fmt: skip
 def test_arguments_are_refused_with_a_remedy(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FeedbackAlignment(Net(), **options)
@@ -310,41 +306,28 @@ def test_points_are_names_patterns_or_classes() -> None:
         FeedbackAlignment(Net(), [3])
 
 
-class Pair(Net):
-    """Calls its head twice, and gives two tensors."""
-
-    def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        z = super().forward(h)
-        return z, self.head(h)
-
-
-class Idle(Net):
-    """A layer that does not run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(1, 1)
-
-
 def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES))
 
 
-@pytest.mark.parametrize(
-    ("build", "options", "message"),
-    [
-        (Net, {"points": ["model.0", "model.2"], "error_at": "model.1"}, r"'model\.2' does not run before the error"),
-        (layers, {"points": nn.Linear}, "the error is taken at the output of point '2'; leave it out of points"),
-        (Idle, {"error_at": "unused"}, "error_at = 'unused' did not run in this forward pass"),
-        (Pair, {}, "the model returns tuple instead of one tensor; name the submodule"),
-        (Pair, {"error_at": "head"}, "error_at = 'head' runs twice in one forward pass"),
-    ],
-)  # fmt: skip
-def test_points_and_error_that_do_not_fit_together_are_refused(
-    build: Callable[[], nn.Module], options: dict, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        FeedbackAlignment(build(), **options)(x)
+def test_points_and_error_that_do_not_fit_together_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"point 'model\.2' does not run before the error is taken"):
+        FeedbackAlignment(Net(), ["model.0", "model.2"], error_at="model.1")(x)
+    with pytest.raises(ValueError, match="error is taken at the output of point '2'; leave it out of points"):
+        FeedbackAlignment(layers(), nn.Linear)(x)
+    idle = Net()
+    idle.unused = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"error_at = 'unused' did not run in this forward pass"):
+        FeedbackAlignment(idle, error_at="unused")(x)
+
+    class Pair(Net):
+        def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(h), self.head(h)
+
+    with pytest.raises(ValueError, match="the model returns tuple instead of one tensor; name the submodule"):
+        FeedbackAlignment(Pair())(x)
+    with pytest.raises(ValueError, match=r"error_at = 'head' runs twice in one forward pass"):
+        FeedbackAlignment(Pair(), error_at="head")(x)
     z, _ = FeedbackAlignment(Pair(), error_at="model.2")(x)  # the remedy
     cross_entropy(z, y).backward()
 

@@ -4,6 +4,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -23,10 +25,7 @@ def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "file"
     storage.write_file(path, b"old")
 
-    def full(descriptor: int, content: memoryview) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space left.*keeps its old content.*file"):
         storage.write_file(path, b"new content")
     assert path.read_bytes() == b"old"
@@ -53,9 +52,7 @@ def test_a_cut_last_line_is_dropped_and_overwritten(tmp_path: Path, tail: bytes)
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_lines_after_a_failed_one_are_read(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_after_a_failed_one_are_read(tmp_path: Path, call: str, monkeypatch: Any) -> None:
     path = tmp_path / "lines"
     storage.append_line(path, {"a": 1})
     real_write, calls = os.write, []
@@ -75,14 +72,11 @@ def test_lines_after_a_failed_one_are_read(
     assert storage.read_lines(path) == [{"a": 1}, {"c": 3}]
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (storage.read_lines, "line 2 is not JSON"),
-        (storage.read_json, "file: not JSON"),
-        (lambda path: storage.append_line(path, {"loss": float("nan")}), "Out of range float values"),
-    ],
-)
+@pytest.mark.parametrize(("use", "message"), [
+    (storage.read_lines, "line 2 is not JSON"),
+    (storage.read_json, "file: not JSON"),
+    (lambda path: storage.append_line(path, {"loss": float("nan")}), "Out of range float values"),
+])  # fmt: skip
 def test_what_is_no_json_is_refused(tmp_path: Path, use: Callable[[Path], object], message: str) -> None:
     path = tmp_path / "file"
     path.write_text('{"a": 1}\nnonsense\n{"b": 2}\n')

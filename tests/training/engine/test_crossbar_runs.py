@@ -15,15 +15,10 @@ from opusim.errors import CapabilityMissing
 from opusim.training.cli import runs as commands
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.network import jacobian_of
-from opusim.training.runs.checkpoints import (
-    Checkpoint,
-    hold_on_devices,
-    layers_on_devices,
-    list_checkpoints,
-    read_checkpoint,
-)
+from opusim.training.runs import checkpoints
 from opusim.training.runs.run import evaluate_run, load_run
 from tests.support.command import opusim as run_command
+from tests.support.record_models import Custom
 
 DIGITS: dict[str, Any] = {"epochs": 1, "threads": 1, "data": {"name": "digits"}}
 CROSSBAR = {**DIGITS, "model": {"hidden": [32]}, "trainer": {"kind": "pdfa"}, "device": {"name": "pcm"}}
@@ -58,11 +53,8 @@ def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
     assert figures[0]["loss"] != evaluate_run(run, device="pcm", after_s=1.0, seed=2)["loss"]
     assert digital - 0.1 < figures[0]["accuracy"] < 1
     assert figures[1]["loss"] != figures[0]["loss"]
-    for given, message in (
-        ({"after_s": 1.0}, "only a device drifts"),
-        ({"seed": 1}, "only a device has chips"),
-    ):
-        with pytest.raises(ValueError, match=f"{next(iter(given))} = 1: {message}"):
+    for given, message in ({"after_s": 1.0}, "a device drifts"), ({"seed": 1}, "a device has chips"):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} = 1: only {message}"):
             evaluate_run(run, **given)
     with pytest.raises(CapabilityMissing, match="lacks the capability 'program'"):
         evaluate_run(run, device="gaussian")
@@ -85,13 +77,10 @@ def test_a_noise_aware_network_is_trained_with_its_noise_and_evaluated_on_a_devi
     assert not torch.allclose(*weights, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "step"),
-    [
-        ({"kind": "ulr", "copies": 8, "sigma": 0.3}, 0.02),
-        ({"kind": "zo", "perturbation": 0.1, "directions": 2}, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "step"), [
+    ({"kind": "ulr", "copies": 8, "sigma": 0.3}, 0.02),
+    ({"kind": "zo", "perturbation": 0.1, "directions": 2}, 0.0),
+])  # fmt: skip
 def test_forward_passes_train_in_place(trainer: dict[str, Any], step: float, tmp_path: Path) -> None:
     """The run's weights reach the device; without a programming step they would not, and nothing is learnt."""
     model, figures, programmings = small(32), [], []
@@ -116,9 +105,7 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("kind", [*IN_PLACE, pytest.param("without", id="planted fault")])
-def test_a_resumed_run_in_place_equals_an_undisturbed_one(
-    kind: str, tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_place_resumes_to_the_bit(kind: str, tmp_path: Path, stop_at: Any, monkeypatch: Any) -> None:
     """Resumed on chips that the new process opened: conductances, scales and noise are those of before, to the bit."""
     trainer, step = IN_PLACE["ulr" if kind == "without" else kind]
     model = small()
@@ -159,31 +146,20 @@ def test_a_run_in_place_resumes_in_release(tmp_path: Path, stop_at: type) -> Non
         saved = newest(tmp_path)
         assert [key for key in saved.tensors if "elapsed_s" in key]
         assert not [key for key in saved.tensors if "position" in key]  # of noise that could be rebuilt
-        states = {name: saved.named(f"device.{name}.") for name in layers_on_devices(analog.model)}
-        hold_on_devices(analog.model, states)
+        layers = checkpoints.layers_on_devices(analog.model)
+        states = {name: saved.named(f"device.{name}.") for name in layers}
+        checkpoints.hold_on_devices(analog.model, states)
         found = [layer.device.require("matrix").matrix() for layer in analog.layers]
     assert all(torch.equal(*pair) for pair in zip(held, found, strict=True))
-    refused = pytest.raises(
-        RunFolderError, match="layer '0' cannot resume: .*medium.seed: is that of another"
-    )
+    refused = pytest.raises(RunFolderError, match="'0' cannot resume: .*medium.seed: is that of another")
     with opusim.convert(model, "pcm", seed=2, mode="release") as other, refused:
         training.train(folder=tmp_path, resume=True, model=other.model)
 
 
-class OwnNetwork(nn.Module):
-    """A module that opusim knows only by its class and its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.last(self.first(x).tanh())
-        return scores
-
-
 def test_a_run_in_place_does_not_resume_without_devices(tmp_path: Path, stop_at: type) -> None:
-    model, config = OwnNetwork(), DIGITS | {"trainer": {"kind": "zo"}}
+    layers = {"first": nn.Linear(64, 16), "last": nn.Linear(16, 10)}  # of a class that opusim does not know
+    model = Custom(lambda m, x: m.last(m.first(x).tanh()), **layers)
+    config = DIGITS | {"trainer": {"kind": "zo"}}
     with opusim.convert(model, "reram", programming_step=0.1) as analog, pytest.raises(KeyboardInterrupt):
         training.train(config, model=analog.model, folder=tmp_path, watcher=stop_at(2))
     with pytest.raises(RunFolderError, match="layer 'first' ran on a device, and is digital in the model"):
@@ -203,8 +179,8 @@ def test_a_release_run_takes_only_devices_whose_noise_cannot_be_rebuilt(tmp_path
     assert not [key for key in newest(tmp_path / "release").tensors if "position" in key]
 
 
-def newest(folder: Path) -> Checkpoint:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
+def newest(folder: Path) -> checkpoints.Checkpoint:
+    return checkpoints.read_checkpoint(checkpoints.list_checkpoints(folder / "checkpoints")[-1])
 
 
 def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
@@ -224,9 +200,7 @@ def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
             assert analog.usage.frames == frames
 
 
-def test_evaluation_on_a_device_names_what_stays_digital(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_on_a_device_names_what_stays_digital(tmp_path: Path, capsys: Any) -> None:
     x, y = np.random.default_rng(1).normal(size=(90, 4)).astype(np.float32), np.arange(90) % 2
     np.savez(tmp_path / "test.npz", x=x, y=y)
     config = {"epochs": 1, "model": {"name": "gru", "options": {"width": 3}}, "trainer": {"kind": "bp"}}
@@ -237,14 +211,11 @@ def test_evaluation_on_a_device_names_what_stays_digital(
     assert "No device takes blocks.0.gru, blocks.1.gru: digital in this figure." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (["--after", "1h", "--json"], 0, '"accuracy"'),
-        (["--after", "1h"], 0, "records of digits on reram, 1h after programming: accuracy"),
-        (["--after", "soon"], 2, "'soon': must be like 1s, 30min, 1h, 1d or 1y"),
-    ],
-)
+@pytest.mark.parametrize(("options", "code", "said"), [
+    (["--after", "1h", "--json"], 0, '"accuracy"'),
+    (["--after", "1h"], 0, "records of digits on reram, 1h after programming: accuracy"),
+    (["--after", "soon"], 2, "'soon': must be like 1s, 30min, 1h, 1d or 1y"),
+])  # fmt: skip
 def test_the_command_evaluates_on_a_device(run: Path, options: list[str], code: int, said: str) -> None:
     result = run_command("evaluate", str(run), "--device", "reram", *options, cwd=run.parent)
     assert (result.returncode, said in result.stdout + result.stderr) == (code, True)

@@ -5,9 +5,12 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -84,11 +87,6 @@ def test_an_old_ledger_put_back_after_three_kills_is_refused(tmp_path: Path, sto
     refuses_the_ledger(tmp_path, message)
 
 
-def weaker(entry: dict[str, Any]) -> dict[str, Any]:
-    mechanisms = [{**mechanism, "noise_multiplier": 9.0} for mechanism in entry.get("mechanisms", [])]
-    return {**entry, "mechanisms": mechanisms} if mechanisms else entry
-
-
 @pytest.mark.parametrize("finished", [True, False])
 def test_rewritten_lines_with_new_hashes_are_refused(tmp_path: Path, finished: bool, ctrl_c_at: type) -> None:
     if finished:
@@ -100,7 +98,9 @@ def test_rewritten_lines_with_new_hashes_are_refused(tmp_path: Path, finished: b
         file.unlink()
     journal = Journal(tmp_path / "ledger.jsonl")
     for entry in entries:
-        journal.append(weaker(entry))
+        for mechanism in entry.get("mechanisms", []):
+            mechanism["noise_multiplier"] = 9.0
+        journal.append(entry)
     journal.close()
     (lower,) = read_ledger(tmp_path).guarantees()  # by itself it is a ledger
     assert lower.epsilon < 0.5
@@ -139,18 +139,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory, ctrl_c_at: type) -> dict[boo
 
 def set_key(path: Path, *keys: str, value: Any) -> None:
     content = json.loads(path.read_text())
-    inner = content
-    for key in keys[:-1]:
-        inner = inner[key]
+    inner = reduce(getitem, keys[:-1], content)
     assert inner[keys[-1]] != value
     inner[keys[-1]] = value
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def flip_last_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+    *content, last = path.read_bytes()
+    path.write_bytes(bytes([*content, last ^ 1]))
 
 
 CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
@@ -169,9 +166,7 @@ CHANGES: dict[str, tuple[str, Callable[[Path], None]]] = {
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_changed_files_are_named(
-    whole: dict[bool, Path], tmp_path: Path, change: str, finished: bool
-) -> None:
+def test_changed_files_are_named(whole: dict, tmp_path: Path, change: str, finished: bool) -> None:
     folder = Path(shutil.copytree(whole[finished], tmp_path / "run"))
     name, alter = CHANGES[change]
     training.load_run(folder)
@@ -201,9 +196,7 @@ METRICS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("change", list(METRICS))
-def test_metrics_that_were_cut_or_changed_are_refused(
-    whole: dict[bool, Path], tmp_path: Path, change: str, finished: bool
-) -> None:
+def test_cut_or_changed_metrics_are_refused(whole: dict, tmp_path: Path, change: str, finished: bool) -> None:
     folder = Path(shutil.copytree(whole[finished], tmp_path / "run"))
     metrics = folder / "metrics.jsonl"
     metrics.write_bytes(METRICS[change](metrics.read_bytes()))
@@ -244,9 +237,6 @@ def test_a_changed_summary_is_refused(whole: dict[bool, Path], tmp_path: Path) -
                 getattr(training.load_run(folder), asked)
 
 
-# Copies
-
-
 def test_a_copy_of_a_release_run_goes_on_only_when_that_is_confirmed(tmp_path: Path, ctrl_c_at: type) -> None:
     stop(tmp_path / "run", ctrl_c_at(3), RELEASE)
     copy = Path(shutil.copytree(tmp_path / "run", tmp_path / "copy"))
@@ -275,9 +265,6 @@ def test_the_command_confirms_a_move(tmp_path: Path, ctrl_c_at: type) -> None:
     assert opusim("train", "resume", copy, "--quiet", "--moved", cwd=tmp_path).returncode == 0
 
 
-# Clean stops
-
-
 def test_a_device_error_costs_the_failed_step_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     step = FeedbackTrainer.step
@@ -303,26 +290,13 @@ def test_two_runs_begun_at_once_take_two_folders(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     together = threading.Barrier(2)
     load_data = session.load_data
-
-    def both_are_here(*arguments: Any) -> Any:
-        together.wait(timeout=30)
-        return load_data(*arguments)
-
-    monkeypatch.setattr(session, "load_data", both_are_here)
-    runs: list[Any] = []
-
-    def begin() -> None:
-        try:
-            runs.append(training.train(BASE, data=DATA).folder.path)
-        except Exception as error:
-            runs.append(error)
-
-    threads = [threading.Thread(target=begin) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(runs, key=str) == [Path("runs/dfa-arrays-1"), Path("runs/dfa-arrays-2")]
+    monkeypatch.setattr(
+        session, "load_data", lambda *given: (together.wait(timeout=30), load_data(*given))[1]
+    )
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(training.train, BASE, data=DATA) for _ in range(2)]
+    paths = {run.result().folder.path for run in runs}
+    assert paths == {Path("runs/dfa-arrays-1"), Path("runs/dfa-arrays-2")}
 
 
 def test_a_file_in_the_place_of_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +308,7 @@ def test_a_file_in_the_place_of_runs_is_named(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("place", ["given", "chosen", "there before"])
 def test_a_refused_run_leaves_no_folder(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(*arguments: Any) -> Any:
-        raise DeviceError("the device is held by another process")
-
+    refuses = Mock(side_effect=DeviceError("the device is held by another process"))
     monkeypatch.setattr("opusim.training.engine.plan.RunPlan.opened_device", refuses)
     monkeypatch.chdir(tmp_path)
     folder = None if place == "chosen" else tmp_path / "runs" / "one"
@@ -355,8 +327,9 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Every file and folder that is synced."""
     found: list[Path] = []
     fsync = os.fsync
+    linked = "/proc/self/fd/{}".format
     monkeypatch.setattr(
-        os, "fsync", lambda file: (found.append(Path(os.readlink(f"/proc/self/fd/{file}"))), fsync(file))
+        os, "fsync", lambda file: (found.append(Path(os.readlink(linked(file)))), fsync(file))
     )
     return found
 
@@ -372,9 +345,6 @@ def test_the_first_line_of_metrics_syncs_its_name(tmp_path: Path, synced: list[P
     for _ in range(2):
         append_line(tmp_path / "metrics.jsonl", {})
     assert synced.count(tmp_path) == 1
-
-
-# Folders of an earlier version
 
 
 def test_an_earlier_run_is_refused_by_its_version(whole: dict[bool, Path], tmp_path: Path) -> None:
@@ -393,12 +363,8 @@ def test_an_earlier_checkpoint_is_refused_by_its_version(whole: dict[bool, Path]
     folder = Path(shutil.copytree(whole[False], tmp_path / "run"))
     newest = list_checkpoints(folder / "checkpoints")[-1]
     checkpoint = read_checkpoint(newest)
-    facts = {
-        "schema_version": 1,
-        "step": checkpoint.step,
-        "digest": checkpoint.header.tensors,
-        "progress": {},
-    }
+    facts = {"schema_version": 1, "step": checkpoint.step, "progress": {}}
+    facts["digest"] = checkpoint.header.tensors
     newest.write_bytes(save(checkpoint.tensors, metadata={"opusim": json.dumps(facts)}))
     for read in (lambda: read_checkpoint(newest), lambda: training.load_run(folder), lambda: train(folder)):
         with pytest.raises(RunFolderError, match="schema_version 1 is not 2; read it with the opusim"):

@@ -25,6 +25,7 @@ from opusim.temperature import (
     TemperatureTable,
     thermal_charge_e2_per_k,
 )
+from tests.opusim.common import refuses
 
 WINDOW = {"n_inputs": 10, "n_outputs": 500}
 X = torch.randint(-1, 2, (6, 10), generator=torch.Generator().manual_seed(3)).float()
@@ -67,8 +68,7 @@ def test_the_law_at_and_above_its_reference_and_without_dark_current() -> None:
     cold = replace(GAUSSIAN, dark=replace(GAUSSIAN.dark, dark_current_ref_e_per_s=0.0))
     assert cold.std(-30) == cold.std(70) == 0.03
     assert replace(cold, floor_variance=0.0).dark_share(20.0) == 0.0
-    with pytest.raises(ValueError, match="cannot be reached by temperature"):
-        cold.temperature_c(0.03)
+    refuses(ValueError, "cannot be reached by temperature", cold.temperature_c, 0.03)
 
 
 @pytest.mark.parametrize("temperature_c", [-30.0, 25.0, 70.0])
@@ -97,17 +97,15 @@ def test_readings_have_the_noise_of_their_temperature(kind: str, seed: int) -> N
 
 @pytest.mark.parametrize("std", [0.01, 0.03, 0.5])
 def test_an_unreachable_noise_is_named_with_what_else_helps(std: float) -> None:
-    with pytest.raises(ValueError, match="cannot be reached by temperature, -30 to 70 .* change"):
-        GAUSSIAN.temperature_c(std)
+    refuses(ValueError, "cannot be reached by temperature, -30 to 70 .* change", GAUSSIAN.temperature_c, std)
 
 
 def test_bad_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="doubling_k = 0"):
-        replace(GAUSSIAN.dark, doubling_k=0.0)
-    with pytest.raises(ValueError, match=r"temperature_max_c = -40.0: must lie in \[-30, inf\]"):
-        replace(GAUSSIAN.dark, temperature_max_c=-40.0)
-    with pytest.raises(ValueError, match=r"temperature_c = 71: must lie in \[-30, 70\]"):
-        GAUSSIAN.std(71)
+    refuses(ValueError, "doubling_k = 0", replace, GAUSSIAN.dark, doubling_k=0.0)
+    refuses(
+        ValueError, "temperature_max_c = -40.0: must lie", replace, GAUSSIAN.dark, temperature_max_c=-40.0
+    )
+    refuses(ValueError, r"temperature_c = 71: must lie in \[-30, 70\]", GAUSSIAN.std, 71)
     with pytest.raises(ConfigError, match=r"noise.temperature_law: doublings = .*larger doubling_k"):
         load_description("gaussian_temperature", {"noise": {"temperature_law": {"doubling_k": 0.5}}})
 
@@ -116,10 +114,8 @@ def test_bad_numbers_are_named() -> None:
 def test_each_law_inverts_itself(law: DoublingDarkCurrent | ArrheniusDarkCurrent | TableDarkCurrent) -> None:
     for t in np.linspace(law.temperature_min_c, law.temperature_max_c, 7):
         assert law.temperature_c(law.current_e_per_s(t)) == pytest.approx(t, abs=1e-9)
-    with pytest.raises(ValueError, match="cannot be reached by temperature, .* change the exposure"):
-        law.temperature_c(1e9)
-    with pytest.raises(ValueError, match="temperature_c = 99"):
-        law.current_e_per_s(99.0)
+    refuses(ValueError, "cannot be reached by temperature, .* change the exposure", law.temperature_c, 1e9)
+    refuses(ValueError, "temperature_c = 99", law.current_e_per_s, 99.0)
 
 
 def test_the_laws_are_what_they_say() -> None:
@@ -133,10 +129,8 @@ def test_the_laws_are_what_they_say() -> None:
         exponent = 0.63 * CHARGE / BOLTZMANN * (1 / (t + 273.15) - 1 / 298.15)
         assert ARRHENIUS.current_e_per_s(t) == pytest.approx(30.0 * math.exp(-exponent), rel=1e-12)
     assert ARRHENIUS.credited() is ARRHENIUS
-    with pytest.raises(ValueError, match="temperature_min_c = -273.15: must be above -273.15, absolute zero"):
-        replace(ARRHENIUS, temperature_min_c=-273.15)
-    with pytest.raises(ValueError, match="doublings = .*smaller activation_ev"):
-        replace(ARRHENIUS, activation_ev=30.0)
+    refuses(ValueError, "temperature_min_c = -273.15: .* zero", replace, ARRHENIUS, temperature_min_c=-273.15)
+    refuses(ValueError, "doublings = .*smaller activation_ev", replace, ARRHENIUS, activation_ev=30.0)
 
 
 def test_a_table_replaces_the_doubling_law_and_what_temperature_cannot_set_is_refused() -> None:
@@ -144,16 +138,10 @@ def test_a_table_replaces_the_doubling_law_and_what_temperature_cannot_set_is_re
     with open_device("camera_low_light", camera={"dark": {"table": table}}, **WINDOW) as device:
         assert device.exposure.dark_current_e == pytest.approx(0.2 * 27.0)
         assert device.description.provenance["camera.dark.table.temperatures_c"].status == "override"
-    with (
-        open_device("camera", camera={"dark": None}, **WINDOW) as device,
-        pytest.raises(ConfigError, match="camera.dark: is off"),
-    ):
-        device.temperature_law(X)
-    with (
-        open_device("camera", camera={"sensor": {"shot_noise": False}}, **WINDOW) as device,
-        pytest.raises(ConfigError, match="dark current makes no noise"),
-    ):
-        device.temperature_law(X)
+    with open_device("camera", camera={"dark": None}, **WINDOW) as device:
+        refuses(ConfigError, "camera.dark: is off", device.temperature_law, X)
+    with open_device("camera", camera={"sensor": {"shot_noise": False}}, **WINDOW) as device:
+        refuses(ConfigError, "dark current makes no noise", device.temperature_law, X)
 
 
 def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
@@ -213,8 +201,7 @@ def test_the_noise_of_a_temperature_gives_it_back() -> None:
         for t in (-30.0, 0.0, 41.5, 60.0):
             assert law.temperature_c(law.std(t)) == pytest.approx(t, abs=1e-6)
             assert 0 < law.dark_share(t) + law.thermal_share(t) < 1
-        with pytest.raises(ValueError, match="cannot be reached by temperature"):
-            law.temperature_c(100.0)
+        refuses(ValueError, "cannot be reached by temperature", law.temperature_c, 100.0)
     assert GAUSSIAN.thermal_share(25.0) == 0.0
 
 
@@ -250,8 +237,7 @@ def test_one_key_sets_the_temperature_of_every_description() -> None:
     ],
 )
 def test_a_temperature_that_nothing_takes_is_refused(name: str, changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_description(name, {"temperature_c": 50.0, **changes})
+    refuses(ConfigError, message, load_description, name, {"temperature_c": 50.0, **changes})
 
 
 @pytest.mark.parametrize("name", ["pcm", "hermes", "reram"])
@@ -317,5 +303,4 @@ def test_a_crossbar_tells_how_temperature_sets_its_readings() -> None:
     assert law.size(60.0) == pytest.approx(at_60[1], rel=1e-3)
     assert law.temperature_c(law.std(60.0)) == pytest.approx(60.0, abs=1e-6)
     flat = TemperatureTable(temperatures=(0.0, 1.0), stds=(1.0, 1.0), sizes=(1.0, 1.0))
-    with pytest.raises(ValueError, match="cannot be reached by temperature"):
-        flat.temperature_c(1.0)
+    refuses(ValueError, "cannot be reached by temperature", flat.temperature_c, 1.0)

@@ -10,6 +10,7 @@ import torch
 from opusim.calibration.conductance_fit import ConductanceFit, Measurements, Shape, fit, read_measurements
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
+from tests.opusim.common import refuses
 from tests.support.command import opusim
 
 SURE = 5.0
@@ -194,25 +195,24 @@ def test_a_description_of_another_law_is_written_by_force(tmp_path: Path) -> Non
 def test_what_is_no_measurement_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "readings.csv"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_measurements(path)
+    refuses(ConfigError, message, read_measurements, path)
 
 
 def test_a_target_above_the_largest_conductance_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "readings.csv"
     path.write_text("conductance,programmed,time\n" + "5,5,1\n" * 20)
-    with pytest.raises(ConfigError, match="conductance_us: 5 exceeds g_max_us = 4; raise g_max_us"):
-        read_measurements(path, 4.0)
+    refuses(ConfigError, "conductance_us: 5 .* g_max_us = 4; raise g_max_us", read_measurements, path, 4.0)
 
 
 def test_readings_in_other_units_are_refused(tmp_path: Path) -> None:
     data = devices(30, 6)
-    with pytest.raises(ConfigError, match=r"are 25 times the targets|are 2[3-7]\.?\d* times the targets"):
-        fit(
-            Measurements(
-                target=data.target, value=25 * data.value, time_s=data.time_s, factor=None, device=data.device
-            ),
-            replicates=20,
-        )
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_measurements(tmp_path / "none.csv")
+    refuses(
+        ConfigError,
+        r"are 25 times the targets|are 2[3-7]\.?\d* times the targets",
+        fit,
+        Measurements(
+            target=data.target, value=25 * data.value, time_s=data.time_s, factor=None, device=data.device
+        ),
+        replicates=20,
+    )
+    refuses(ConfigError, "cannot be read", read_measurements, tmp_path / "none.csv")

@@ -13,6 +13,7 @@ from opusim.calibration.recorded import RecordedFrames, Recording, read_frames, 
 from opusim.calibration.recorded_transfer import reduced
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
+from tests.opusim.common import refuses
 from tests.oracles.sensor_frames import Sensor, recording
 
 Arrays = dict[str, np.ndarray]
@@ -173,12 +174,10 @@ class Hostile:
 
 def test_nothing_is_unpickled(arrays: Arrays, tmp_path: Path) -> None:
     np.savez(tmp_path / "frames.npz", **arrays | {"dark": np.array([[[[Hostile()]]]])})
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_frames(tmp_path / "frames.npz")
+    refuses(ConfigError, "cannot be read", read_frames, tmp_path / "frames.npz")
     as_npy_stacks(tmp_path, arrays)
     (tmp_path / "dark_1us.npy").write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_frames(tmp_path)
+    refuses(ConfigError, "cannot be read", read_frames, tmp_path)
 
 
 Writer = Callable[[Path, Arrays], Path]
@@ -235,17 +234,14 @@ def damaged(folder: Path, arrays: Arrays) -> Path:
 def test_files_of_no_use(writers: list, file: str, words: str, arrays: Arrays, tmp_path: Path) -> None:
     for write in writers:
         write(tmp_path, arrays)
-    with pytest.raises(ConfigError, match=words):
-        read_frames(tmp_path / file)
+    refuses(ConfigError, words, read_frames, tmp_path / file)
 
 
 def test_bits_that_do_not_hold_the_numbers_are_refused(arrays: Arrays, tmp_path: Path) -> None:
     path = as_npz(tmp_path, arrays)
     assert read_frames(path, bits=14).bits == 14
-    with pytest.raises(ConfigError, match=r"8 bits do not hold the largest number"):
-        read_frames(path, bits=8)
-    with pytest.raises(ConfigError, match="mono12p is packed into bytes, and .* holds uint16"):
-        read_frames(path, packing="mono12p")
+    refuses(ConfigError, r"8 bits do not hold the largest number", read_frames, path, bits=8)
+    refuses(ConfigError, "mono12p is packed .* uint16", read_frames, path, packing="mono12p")
 
 
 def test_hdf5_without_its_library_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,15 +253,13 @@ def test_hdf5_without_its_library_names_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "h5py", None)
     monkeypatch.setattr(recorded, "h5py", Deferred("h5py"))
     (tmp_path / "frames.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
-    with pytest.raises(ConfigError, match=r"HDF5 needs h5py; pip install 'opusim\[frames\]'"):
-        read_frames(tmp_path / "frames.h5")
+    refuses(ConfigError, r"needs h5py; pip install 'opusim\[frames\]'", read_frames, tmp_path / "frames.h5")
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "frames.npz", flat=np.zeros(10**6, np.uint8))
     monkeypatch.setattr("opusim.calibration.recorded.most_unpacked", lambda length: 100 * length)
-    with pytest.raises(ConfigError, match=r"would take 1,000,\d+ bytes in memory.*numpy.savez"):
-        read_frames(tmp_path / "frames.npz")
+    refuses(ConfigError, r"1,000,\d+ bytes in memory.*numpy.savez", read_frames, tmp_path / "frames.npz")
 
 
 EXPOSURE_US = 200_000.0
@@ -294,8 +288,7 @@ def test_the_folder_has_the_standards_layout(tmp_path: Path, seed: int) -> None:
     first = np.asarray(Image.open(images[0]))
     assert first.shape == (24, 25)
     assert 95 < first.mean() < 115
-    with pytest.raises(FileExistsError, match="is not empty"):
-        recorded(tmp_path / "frames", seed, pixels=600)
+    refuses(FileExistsError, "is not empty", recorded, tmp_path / "frames", seed, pixels=600)
 
 
 @pytest.mark.compiled

@@ -13,6 +13,7 @@ from opusim.calibration.frames import COUNT, VARIANCE, Estimate
 from opusim.calibration.recorded import inspected, levels_of
 from opusim.calibration.recorded_transfer import RecordedTransfer, reduced, require_lawful
 from opusim.errors import ConfigError
+from tests.opusim.common import refuses
 from tests.oracles.sensor_frames import SENSORS, Pixels, Sensor, recording
 
 CONFIDENCE = 0.95
@@ -240,15 +241,13 @@ def sound() -> Arrays:
 def test_frames_that_break_the_law_are_refused_by_their_cause(fault: str, sound: Arrays) -> None:
     which, change, bits, words = BROKEN[fault]
     broken = sound | {key: change(sound[key]) for key in which} | {"bits": np.array(bits)}
-    with pytest.raises(ConfigError, match=words):
-        require_lawful(transfer_of(broken))
+    refuses(ConfigError, words, require_lawful, transfer_of(broken))
 
 
 def test_sound_frames_are_taken_and_dark_ones_at_one_exposure_not(sound: Arrays) -> None:
     assert require_lawful(transfer_of(sound)) == ()
     one = {"dark": sound["dark"][:1], "dark_exposure_us": sound["dark_exposure_us"][:1]}
-    with pytest.raises(ConfigError, match="has one exposure, and flat frames others"):
-        require_lawful(transfer_of(sound | one))
+    refuses(ConfigError, "has one exposure, and flat frames others", require_lawful, transfer_of(sound | one))
 
 
 @pytest.mark.parametrize(
@@ -259,5 +258,4 @@ def test_sound_frames_are_taken_and_dark_ones_at_one_exposure_not(sound: Arrays)
     ],
 )
 def test_recordings_without_what_they_need_are_refused(change: Arrays, words: str, sound: Arrays) -> None:
-    with pytest.raises(ConfigError, match=words):
-        transfer_of(sound | change)
+    refuses(ConfigError, words, transfer_of, sound | change)

@@ -13,6 +13,7 @@ from opusim.camera.stages import Sensor, number_law, spread_error
 from opusim.description.camera import LightSettings
 from opusim.devices.registry import open_device
 from opusim.randomness.streams import SeededStream
+from tests.opusim.common import refuses
 
 SENSOR = Sensor(
     gain_dn_per_e=1.0, shot_noise=True, full_well_e=4000.0, read_noise_e=1.6, black_level_dn=20.0, adc_bits=12
@@ -65,8 +66,7 @@ def test_drawn_frames_have_the_masses(sensor: Sensor, seed: int) -> None:
         return float(worst)
 
     limit = norm.isf(norm.sf(5.0) / 400)
-    assert deviation(RATES) < limit
-    assert deviation(RATES * 1.2) > limit  # planted: 20 % more light
+    assert deviation(RATES) < limit < deviation(RATES * 1.2)  # planted: 20 % more light
 
 
 def test_sums_are_convolved_and_likelihoods_added(seed: int) -> None:
@@ -87,8 +87,7 @@ def test_sums_are_convolved_and_likelihoods_added(seed: int) -> None:
 
 def test_numbers_without_masses_are_refused() -> None:
     for sensor in (replace(SENSOR, adc_bits=None), replace(SENSOR, shot_noise=False)):
-        with pytest.raises(ValueError, match="needs shot noise and a converter"):
-            number_law(RATES, OFFSETS, sensor)
+        refuses(ValueError, "needs shot noise and a converter", number_law, RATES, OFFSETS, sensor)
 
 
 def distance(sensor: Sensor, offsets: np.ndarray) -> float:
@@ -183,8 +182,7 @@ def test_the_rounding_limit_holds_at_every_offset_and_rate() -> None:
     rates = np.concatenate([np.linspace(0.05, 300, 400), np.geomspace(300, 5000, 50)])
     offsets = np.linspace(0, 1 / sensor.gain_dn_per_e, 60)
     apart = np.abs(sensor.moments(rates[:, None], offsets)[1] - sensor.variance_dn2(rates)[:, None])
-    assert apart.max() <= sensor.rounding_limit_dn2(0.05)
-    assert apart.max() > 0.3 * sensor.rounding_limit_dn2(0.05)
+    assert 0.3 * sensor.rounding_limit_dn2(0.05) < apart.max() <= sensor.rounding_limit_dn2(0.05)
 
 
 def scatter_z(values: np.ndarray, variance: np.ndarray) -> float:
@@ -203,8 +201,7 @@ def test_readings_have_the_stated_mean_and_variance(name: str, blank: bool, seed
         variance, mean = device.reading_variance(x).numpy()[0], device.reading_mean(x).numpy()[0]
         low, high = device.noise.variance_bounds()
         closed = device.recovery.variance(device.exposure.sensor.variance_dn2(device.frame_rates(x)))[0]
-    assert abs(scatter_z(y, variance)) < 5
-    assert abs(scatter_z(y, variance * 1.1)) > 5
+    assert abs(scatter_z(y, variance)) < 5 < abs(scatter_z(y, variance * 1.1))
     z = (y.mean(axis=0) - mean) / np.sqrt(variance / len(y))
     assert abs(z.mean()) < 5 / math.sqrt(z.size)
     assert abs(np.mean(z**2) - 1) < 5 * math.sqrt(2 / z.size)

@@ -13,6 +13,7 @@ from opusim.crossbar import conversion
 from opusim.crossbar.conversion import digital_names
 from opusim.crossbar.layers import DeviceLinear, DeviceTransposedLinear
 from opusim.features.optical import OpticalLayer
+from tests.opusim.common import refuses
 
 EXACT = {
     "product": {"output_std": 0.0, "current_std": 0.0, "ir_drop": 0.0},
@@ -25,9 +26,7 @@ EXACT = {
 x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
 
 
-class Own(nn.Module):
-    """A linear layer and another part, which need not be used."""
-
+class Own(nn.Module):  # a linear layer and another part, which need not be used
     def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
@@ -65,12 +64,8 @@ LEFT: dict[str, Callable[[], nn.Module | nn.Parameter]] = {
 def test_a_weight_matrix_that_no_device_takes_is_refused_until_it_is_named(kind: str) -> None:
     model = Own(part=LEFT[kind]())
     shown = kind.partition(" of a ")[0]
-    with pytest.raises(
-        ValueError, match=rf"1 of 2 layers .* no device: 'part' \({shown}\).*digital=\['part'\]"
-    ):
-        convert(model, "pcm")
-    with pytest.raises(ValueError, match="1 of 2 layers"):
-        noise_aware(model, 0.1)
+    refuses(ValueError, rf"1 of 2 layers.* 'part' \({shown}\).*digital=\['part'\]", convert, model, "pcm")
+    refuses(ValueError, "1 of 2 layers", noise_aware, model, 0.1)
     assert digital_names(model) == ("part",)
     with convert(model, "pcm", digital=["part"]) as analog:
         placed = {each.name: each.device for each in analog.placement}
@@ -95,33 +90,27 @@ def test_what_multiplies_nothing_needs_no_name_and_ordinary_passes_run() -> None
 
 def test_names_of_modules_and_patterns_keep_layers_digital() -> None:
     model = nn.Sequential(*(Own(memory=nn.LSTM(6, 6)) for _ in range(8)))
-    with pytest.raises(ValueError, match=r"8 of 16 layers.*'5\.memory' \(LSTM\), \.\.\.; accept"):
-        convert(model, "pcm")
+    refuses(ValueError, r"8 of 16 layers.*'5\.memory' \(LSTM\), \.\.\.; accept", convert, model, "pcm")
     for digital, devices in ((["*.memory"], 8), (["*.memory", "0", "1.*"], 6)):
         with convert(model, "pcm", digital=digital) as analog:
             assert len(analog.layers) == devices
-    with pytest.raises(ValueError, match=r"digital = 'memory': must be a list of names.*'0\.layer'"):
-        convert(model, "pcm", digital=["memory"])
+    refuses(ValueError, r"digital = 'memory': .*'0\.layer'", convert, model, "pcm", digital=["memory"])
     model = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten(), nn.Linear(8, 4), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="one group and .*keep this layer digital by giving its name"):
-        convert(model, "pcm")
+    refuses(ValueError, "one group and .*keep this layer digital by giving its name", convert, model, "pcm")
     with convert(model, "pcm", digital=["0", "3"]) as analog:
         assert [type(layer) for layer in analog.model] == [nn.Conv2d, nn.Flatten, DeviceLinear, nn.Linear]
         assert analog(torch.randn(2, 2, 4, 4)).shape == (2, 3)
     noise_aware(model, "pcm", digital=["0", "3"])
     assert [parametrize.is_parametrized(layer) for layer in model] == [False, False, True, False]
     for wrong in (["0", "1"], "3"):
-        with pytest.raises(ValueError, match="digital = '[13]': must be a list of names of layers, from '0'"):
-            convert(model, "pcm", digital=wrong)
-    with pytest.raises(ValueError, match=r"has no nn.Linear and no nn.Conv2d to put on a device"):
-        convert(model, "pcm", digital=["0", "2", "3"])
+        refuses(ValueError, "digital = '[13]': must be a list of names", convert, model, "pcm", digital=wrong)
+    refuses(ValueError, "has no nn.Linear and no nn.Conv2d", convert, model, "pcm", digital=["0", "2", "3"])
 
 
 def test_a_subclass_that_keeps_its_forward_pass_is_converted_and_a_lazy_layer_refused() -> None:
     with convert(nn.Sequential(Plain(6, 4), nn.Tanh()), "pcm", crossbar=EXACT) as analog:
         assert isinstance(analog.model[0], DeviceLinear)
-    with pytest.raises(ValueError, match=r"layer 'part' \(LazyLinear\) has no size yet; run the network"):
-        convert(Own(part=nn.LazyLinear(3)), "pcm")
+    refuses(ValueError, r"'part' \(LazyLinear\).*; run", convert, Own(part=nn.LazyLinear(3)), "pcm")
 
 
 def functional(weight: Callable[[Own], Tensor]) -> Own:
@@ -144,10 +133,7 @@ def test_a_functional_product_with_a_weight_is_refused(weight: Callable[[Own], T
     model = functional(weight)
     with convert(model, "pcm") as analog:
         for _ in range(2):
-            with pytest.raises(
-                ValueError, match=rf"weight '{name}' multiplies digitally.*digital=\['{name}'\]"
-            ):
-                analog(x)
+            refuses(ValueError, rf"weight '{name}' multiplies digitally.*digital=\['{name}'\]", analog, x)
     with convert(model, "pcm", digital=[name]) as analog:
         assert len(analog.layers) == 1
         assert analog(x).isfinite().all()
@@ -174,11 +160,7 @@ def test_every_matrix_of_gpt2_is_on_a_device() -> None:
         assert torch.allclose(found, wanted, atol=1e-5)
         model.load_state_dict(analog.model.state_dict(), strict=False)
         assert torch.equal(model(tokens).logits, wanted)
-    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D, whose columns"):
-        noise_aware(model, 0.1)
-
-
-# Compiled
+    refuses(ValueError, r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D", noise_aware, model, 0.1)
 
 
 def network() -> nn.Sequential:
@@ -219,9 +201,6 @@ def test_converted_networks_and_optical_layers_are_compiled() -> None:
         OpticalLayer(open_device("gaussian", n_inputs=6, n_outputs=4, seed=2), threshold=0.0) for _ in "ab"
     ]
     assert torch.equal(torch.compile(layers[0], backend="aot_eager")(x), layers[1](x))
-
-
-# States
 
 
 def convolutional(seed: int) -> nn.Sequential:
@@ -270,9 +249,6 @@ def test_keys_of_earlier_saves_are_read() -> None:
             assert torch.equal(loaded(images), analog(images))
 
 
-# Read from their devices
-
-
 def frames_of_encoder() -> list[int]:
     """Return the frames that each layer of a transformer on devices shows for 2 padded records of 3 tokens."""
     torch.manual_seed(1)
@@ -292,8 +268,7 @@ def test_a_transformer_in_evaluation_reads_every_device() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_fused_kernel_of_a_transformer_would_read_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_without_fused_kernels", lambda model: None)
-    with pytest.raises(ValueError, match=r"weight 'layers\.0\..*weight' multiplies digitally"):
-        frames_of_encoder()
+    refuses(ValueError, r"weight 'layers\.0\..*weight' multiplies digitally", frames_of_encoder)
     monkeypatch.setattr(conversion.DeviceModel, "forward", lambda self, *args, **kw: self.model(*args, **kw))
     assert frames_of_encoder() == [0] * 4
 
@@ -357,12 +332,10 @@ def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
     with convert(convolutional_network(), "pcm") as analog:
         x = torch.randn(5, 1, 4, 4)
         x[1, 0, 2, 2] = torch.nan
-        with pytest.raises(ValueError, match="x holds NaN or infinite numbers, which no device can show"):
-            analog(x)
+        refuses(ValueError, "x holds NaN or infinite numbers, which no device can show", analog, x)
     model = convolutional_network()
     model[2].weight.data[0, 0] = torch.inf
-    with pytest.raises(ValueError, match=r"weight of DeviceLinear\(in_features=8.* holds NaN or infinite"):
-        convert(model, "pcm")
+    refuses(ValueError, r"weight of DeviceLinear\(.* holds NaN or infinite", convert, model, "pcm")
 
 
 class Writer(nn.Module):
@@ -390,10 +363,8 @@ def test_a_language_model_generates_on_devices() -> None:
         before = analog.usage.frames
         assert analog.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=3).shape == (2, 4)
         assert analog.usage.frames >= before + 2 * 3
-        with pytest.raises(AttributeError, match="no attribute 'config'"):
-            _ = analog.config
-        with pytest.raises(AttributeError, match="has no attribute 'other'$"):
-            _ = analog.other
+        refuses(AttributeError, "no attribute 'config'", lambda: analog.config)
+        refuses(AttributeError, "has no attribute 'other'$", lambda: analog.other)
     past = convert(Writer(digital=True), "pcm")
     with past as analog, pytest.raises(ValueError, match=r"weight 'last.weight' multiplies digitally"):
         analog.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=3)

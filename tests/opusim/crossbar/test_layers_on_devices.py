@@ -20,6 +20,7 @@ from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.files import to_toml
+from tests.opusim.common import refuses
 
 SURE = 5.0
 EXACT = {
@@ -249,8 +250,7 @@ def test_injected_noise_has_the_stated_spread_in_training_only(kind: str) -> Non
         mean, std = found * factor, std * factor
     ratio = ((one / scale - mean) / std).square()
     error = math.sqrt(2 / ratio.numel())
-    assert abs(float(ratio.mean()) - 1) <= SURE * error
-    assert abs(1.06 * float(ratio.mean()) - 1) > SURE * error
+    assert abs(float(ratio.mean()) - 1) <= SURE * error < abs(1.06 * float(ratio.mean()) - 1)
     layer(torch.ones(1, 200)).sum().backward()
     assert layer.parametrizations["weight"].original.grad is not None
     with convert(layer, "pcm", crossbar=EXACT) as analog:
@@ -326,8 +326,7 @@ def test_injected_output_noise_is_that_of_a_device_for_small_inputs() -> None:
         std = scale * largest * math.sqrt(tiles * (output**2 + step**2 / 12))
         ratio = (found / std).square()
         error = math.sqrt(2 / ratio.numel())
-        assert abs(float(ratio.mean()) - 1) <= SURE * error
-        assert abs(1.2 * float(ratio.mean()) - 1) > SURE * error
+        assert abs(float(ratio.mean()) - 1) <= SURE * error < abs(1.2 * float(ratio.mean()) - 1)
 
 
 def test_limited_weights_stay_limited_on_the_device_and_keep_their_gradient() -> None:
@@ -345,8 +344,7 @@ def test_limited_weights_stay_limited_on_the_device_and_keep_their_gradient() ->
     assert abs(float(noise[0].std() / (0.05 * 2 * std[0])) - 1) < SURE / math.sqrt(2 * 300)
     with convert(layer, "pcm", crossbar=EXACT) as analog:
         assert torch.equal(analog.layers[0].weight, layer.eval().weight)
-    with pytest.raises(ValueError, match=r"clip = 0"):
-        noise_aware(nn.Linear(2, 2), 0.1, clip=0.0)
+    refuses(ValueError, r"clip = 0", noise_aware, nn.Linear(2, 2), 0.1, clip=0.0)
 
 
 def test_noise_keeps_rows_of_equal_weights_and_what_is_no_number_and_types() -> None:
@@ -412,40 +410,28 @@ def described(crossbar: dict[str, None]) -> Path:
 
 
 def test_what_cannot_run_on_a_device_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model: layer '0' is noise-aware already"):
-        noise_aware(noise_aware(nn.Sequential(nn.Linear(2, 2)), 0.1), 0.1)
+    refuses(
+        ValueError, "'0' is noise-aware", noise_aware, noise_aware(nn.Sequential(nn.Linear(2, 2)), 0.1), 0.1
+    )
     pruned = nn.Sequential(nn.Linear(2, 2))
     prune.l1_unstructured(pruned[0], "weight", amount=1)
-    with pytest.raises(
-        ValueError, match=r"weight of layer '0', as pruning .*prune.remove\(layer, 'weight'\)"
-    ):
-        noise_aware(pruned, 0.1)
+    refuses(ValueError, r"layer '0', .*prune.remove\(layer, 'weight'\)", noise_aware, pruned, 0.1)
     prune.remove(pruned[0], "weight")
     assert noise_aware(pruned, 0.1) is pruned
     same = nn.Sequential(nn.Linear(2, 2), nn.Conv2d(1, 2, 3, padding="same"))
-    with pytest.raises(ValueError, match=r"padding=same.*: a device takes one group"):
-        noise_aware(same, "pcm")
+    refuses(ValueError, r"padding=same.*: a device takes one group", noise_aware, same, "pcm")
     assert not parametrize.is_parametrized(same[0])
     assert noise_aware(same, 0.1) is same
-    with pytest.raises(ValueError, match=r"after_s = 3: a number does not change with time"):
-        noise_aware(nn.Linear(2, 2), 0.1, after_s=3.0)
-    with pytest.raises(ValueError, match=r"model = ReLU: has no nn.Linear"):
-        noise_aware(nn.ReLU(), 0.1)
-    with pytest.raises(ValueError, match=r"noise = -0.1"):
-        noise_aware(nn.Linear(2, 2), -0.1)
-    with pytest.raises(ConfigError, match=r"'gaussian' tells no programming noise"):
-        noise_aware(nn.Linear(2, 2), "gaussian")
-    with pytest.raises(CapabilityMissing, match="lacks the capability 'program'; hermes, microring_bank"):
-        convert(nn.Linear(2, 2), "gaussian")
+    refuses(ValueError, "after_s = 3: a number does not", noise_aware, nn.Linear(2, 2), 0.1, after_s=3.0)
+    refuses(ValueError, r"model = ReLU: has no nn.Linear", noise_aware, nn.ReLU(), 0.1)
+    refuses(ValueError, r"noise = -0.1", noise_aware, nn.Linear(2, 2), -0.1)
+    refuses(ConfigError, r"'gaussian' tells no programming noise", noise_aware, nn.Linear(2, 2), "gaussian")
+    refuses(CapabilityMissing, "lacks the capability 'program'; hermes", convert, nn.Linear(2, 2), "gaussian")
     with convert(nn.Linear(20_000, 1), "pcm") as analog:  # two chips, of 16,384 inputs at most
         assert analog(torch.ones(1, 20_000)).shape == (1, 1)
-    with (
-        open_device("pcm", n_inputs=3, n_outputs=2) as device,
-        pytest.raises(ConfigError, match="layer's size"),
-    ):
-        DeviceLinear(nn.Linear(2, 2), device)
-    with pytest.raises(TypeError, match="model = 'net': must be Module, not str"):
-        convert("net", "pcm")  # type: ignore[arg-type]
+    with open_device("pcm", n_inputs=3, n_outputs=2) as device:
+        refuses(ConfigError, "layer's size", DeviceLinear, nn.Linear(2, 2), device)
+    refuses(TypeError, "model = 'net': must be Module, not str", convert, "net", "pcm")
 
 
 def test_an_empty_batch_passes_and_corrects_nothing() -> None:
@@ -457,8 +443,7 @@ def test_an_empty_batch_passes_and_corrects_nothing() -> None:
         assert y.shape == network(none).shape == (0, 3)
         y.sum().backward()
         assert all(not parameter.grad.any() for parameter in analog.parameters())
-        with pytest.raises(ValueError, match="inputs = 0: must be at least 1; give records"):
-            analog.compensate(none)
+        refuses(ValueError, "inputs = 0: must be at least 1; give records", analog.compensate, none)
 
 
 def test_inputs_that_meet_the_bound_of_the_converter_are_read_again_at_half_their_size() -> None:

@@ -16,6 +16,7 @@ from opusim.description.crossbar import ProductSettings
 from opusim.description.schema import load_description
 from opusim.noise import rounded_variance
 from opusim.randomness.streams import NoiseStream, SeededStream
+from tests.opusim.common import refuses
 from tests.oracles.conductance_moments import moments
 
 SURE = 5.0
@@ -25,9 +26,7 @@ SETTINGS = ProductSettings(
 )
 
 
-class Given(NoiseStream):
-    """Gives the same numbers that the loop below uses."""
-
+class Given(NoiseStream):  # gives the same numbers that the loop below uses
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.tile = numbers, -1
 
@@ -175,8 +174,7 @@ def test_rounded_variance_is_extreme_on_a_code_and_half_way() -> None:
     ],
 )
 def test_a_converter_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Converter(**wrong)
+    refuses(ValueError, message, Converter, **wrong)
 
 
 def test_a_converter_shows_its_codes() -> None:

@@ -24,6 +24,7 @@ from opusim.errors import (
     NoiseUnknown,
 )
 from opusim.testing.contract import DeviceContract
+from tests.opusim.common import refuses
 from tests.support.appliance import DOUBLE, connect
 
 pytest.importorskip("lightonml")
@@ -60,16 +61,15 @@ def test_its_matrix_is_lightonml_s_own_of_our_seed_with_unit_entries() -> None:
 
 
 def test_hardware_without_its_driver_is_one_clear_line_and_states_no_law() -> None:
-    with pytest.raises(DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device"):
-        open_device("lighton_appliance", n_inputs=12, n_outputs=40)
+    refuses(
+        DeviceUnavailable, "lightonopu.*take", open_device, "lighton_appliance", n_inputs=12, n_outputs=40
+    )
     from opusim.description.schema import load_description
     from opusim.devices.lighton import LightonDevice
 
     device = LightonDevice(load_description("lighton_appliance"), n_inputs=12, n_outputs=40)
-    with pytest.raises(NoiseUnknown, match="measure it by `opusim device calibrate`"):
-        _ = device.noise
-    with pytest.raises(CapabilityMissing, match="lacks the capability 'matrix'"):
-        device.matrix()
+    refuses(NoiseUnknown, "measure it by `opusim device calibrate`", lambda: device.noise)
+    refuses(CapabilityMissing, "lacks the capability 'matrix'", device.matrix)
 
 
 class OpuAlreadyUsedException(Exception):  # lightonml's name
@@ -111,17 +111,12 @@ def test_ctrl_c_passes() -> None:
 @pytest.mark.parametrize(
     ("content", "words"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "must be a JSON table")]
 )
-def test_a_broken_configuration_of_the_appliance_is_named(
-    tmp_path: Path, content: str | None, words: str
-) -> None:
+def test_a_broken_configuration_of_the_appliance_is_named(tmp_path: Path, content: Any, words: str) -> None:
     file = tmp_path / "opu.json"
     if content is not None:
         file.write_text(content)
     with pytest.raises(DeviceUnavailable, match=f"lighton.config_file = '{file}' {words}"):
         open_device("lighton_appliance", n_inputs=12, n_outputs=40, lighton={"config_file": str(file)})
-
-
-# The appliance, by a double of its closed driver
 
 
 def appliance(section: dict[str, Any], **options: Any) -> Any:
@@ -141,9 +136,7 @@ def test_scale_brings_entries_to_units(tmp_path: Path, monkeypatch: pytest.Monke
     assert powers[1] / powers[0] == pytest.approx(4, rel=0.02)
 
 
-class TestAppliance(DeviceContract):
-    """It states no law, and is reached by the published calls."""
-
+class TestAppliance(DeviceContract):  # it states no law, and is reached by the published calls
     replayable = False
 
     @pytest.fixture(autouse=True)
@@ -171,9 +164,7 @@ def test_4096_vectors_do_not_time_out(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calls) > 2
 
 
-def test_the_driver_is_told_the_time_of_a_frame(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_driver_is_told_the_time_of_a_frame(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     section = connect(monkeypatch, tmp_path)
     with appliance(section, frames={"frame_period_us": 900.0}) as device:
         assert device._opu.device.frametime_us == 900
@@ -197,17 +188,13 @@ def test_a_driver_that_lacks_a_call_is_not_too_small(tmp_path: Path, monkeypatch
         from lightonopu.internal.device import OpuDevice
 
         monkeypatch.delattr(OpuDevice, "transform2")
-        with pytest.raises(DeviceFault, match="its driver failed .AttributeError: .*transform2"):
-            device.project(torch.ones(1, 10))
+        refuses(DeviceFault, "AttributeError: .*transform2", device.project, torch.ones(1, 10))
     assert OpuDevice.opened == 0
-    with pytest.raises(ConfigError, match="open a smaller window"):
-        appliance(section, n_inputs=2000)
+    refuses(ConfigError, "open a smaller window", appliance, section, n_inputs=2000)
     assert OpuDevice.opened == 0
 
 
-def test_a_killed_process_leaves_the_appliance_to_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_leaves_the_appliance_to_the_next_one(tmp_path: Path, monkeypatch: Any) -> None:
     section = connect(monkeypatch, tmp_path)
     code = f"""
 import os, signal, torch

@@ -28,6 +28,7 @@ from opusim.noise import GaussianNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import LOCK_FILE, only_writer
+from tests.opusim.common import refuses
 from tests.support.shared_device_ranks import ENCODINGS, PARTS, SHARES, rank_tensors
 
 ROOT = Path(__file__).parents[3]
@@ -146,8 +147,7 @@ def test_it_states_the_law_of_the_held_device_and_monitors_only_that() -> None:
         assert isinstance(device.noise, GaussianNoise)
         device._law = None
         assert device.stated_noise is None
-        with pytest.raises(NoiseUnknown, match="states no law"):
-            _ = device.noise
+        refuses(NoiseUnknown, "states no law", lambda: device.noise)
     window: dict[str, Any] = {"n_inputs": 8, "n_outputs": 32, "monitor": {"every_steps": 1}}
     with open_device("gaussian", **window) as device, open_shared_device("gaussian", **window) as shared:
         for each in (device, shared):
@@ -193,8 +193,7 @@ def test_the_lock_of_a_device_or_run_writes_into_no_other_file(
         victim.write_text(VICTIM)
         trap(lock, victim)
     before = [victim.read_text() for victim in victims]
-    with pytest.raises(DeviceUnavailable, match=rf"gaussian.lock cannot be written .*{FOLDER_VARIABLE}"):
-        ExclusiveUse("gaussian").acquire()
+    refuses(DeviceUnavailable, rf"cannot be written .*{FOLDER_VARIABLE}", ExclusiveUse("gaussian").acquire)
     with pytest.raises(RunFolderError, match="cannot be used"), only_writer(run, "run folder"):
         pass
     assert [victim.read_text() for victim in victims] == before
@@ -239,13 +238,11 @@ def test_a_folder_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.Mon
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     lock_folder().symlink_to(elsewhere)
-    with pytest.raises(DeviceUnavailable, match="its folder is a link, or other users may enter it"):
-        ExclusiveUse("gaussian").acquire()
+    refuses(DeviceUnavailable, "folder is a link, or other users may enter", ExclusiveUse("gaussian").acquire)
     lock_folder().unlink()
     lock_folder().mkdir()
     lock_folder().chmod(0o777)
-    with pytest.raises(DeviceUnavailable, match="its folder is a link, or other users may enter it"):
-        ExclusiveUse("gaussian").acquire()
+    refuses(DeviceUnavailable, "folder is a link, or other users may enter", ExclusiveUse("gaussian").acquire)
     assert not list(elsewhere.iterdir())
 
 

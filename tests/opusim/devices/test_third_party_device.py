@@ -87,9 +87,7 @@ class TestBench(DeviceContract):
         return open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, **options)
 
 
-def test_missing_options_and_noise_that_does_nothing_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_options_and_noise_that_does_nothing_are_named(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(PACKAGE)
     with pytest.raises(ConfigError, match="noise: does nothing: the kind 'lab_bench' does not read"):
         open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, noise={"sigma": 3.0})

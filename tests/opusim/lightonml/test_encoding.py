@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from opusim.devices.lighton import import_lightonml, quiet
 from opusim.lightonml import OPU
 from opusim.lightonml.encoding import base, models
+from tests.opusim.common import refuses
 
 RNG = np.random.default_rng(8)
 REALS = RNG.normal(size=(9, 7)).astype(np.float32)
@@ -152,21 +153,16 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("encoder", "x", "kind", "words"), REFUSED, ids=range(len(REFUSED)))
-def test_what_lightonml_encodes_in_silence_is_refused(
-    encoder: Any, x: Any, kind: type[Exception], words: str
-) -> None:
-    with pytest.raises(kind, match=words):
-        encoder.fit(x).transform(x)
+def test_what_lightonml_encodes_in_silence_is_refused(encoder: Any, x: Any, kind: type, words: str) -> None:
+    refuses(kind, words, lambda: encoder.fit(x).transform(x))
 
 
 @pytest.mark.parametrize(
     "encoder", [base.BinaryThresholdEncoder(), base.MultiThresholdEncoder(), base.SequentialBaseTwoEncoder()]
 )
 def test_learnt_codes_need_a_fit(encoder: Any) -> None:
-    with pytest.raises(NotFittedError, match="learns its constants from data; call fit on the training data"):
-        encoder.transform(REALS)
-    with pytest.raises(ValueError, match="7 features as input"):
-        encoder.fit(REALS).transform(REALS[:, :5])
+    refuses(NotFittedError, "learns its constants from data; call fit", encoder.transform, REALS)
+    refuses(ValueError, "7 features as input", lambda: encoder.fit(REALS).transform(REALS[:, :5]))
 
 
 def test_the_largest_byte_does_not_wrap_and_512_levels_are_distinct() -> None:
@@ -206,5 +202,12 @@ def test_a_convolutional_autoencoder_flattens_its_code() -> None:
     assert model.eval()(images).shape == (8, 3 * 36)
     model.flatten = False
     assert model(images).shape == (8, 3, 6, 6)
-    with pytest.raises(ValueError, match="dataloader gives no batch"):
-        models.train(model, [], torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
+    refuses(
+        ValueError,
+        "gives no batch",
+        models.train,
+        model,
+        [],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        device="cpu",
+    )

@@ -20,6 +20,7 @@ from opusim.lightonml import OPU
 from opusim.lightonml.encoding.base import BinaryThresholdEncoder, NoDecoding
 from opusim.lightonml.projections.sklearn import OPUMap
 from opusim.lightonml.projections.torch import OPUMap as TorchMap
+from tests.opusim.common import refuses
 
 IMAGES, LABELS = load_digits(return_X_y=True)
 IMAGES = IMAGES.astype(np.uint8).reshape(-1, 8, 8)
@@ -130,8 +131,7 @@ def test_maps_that_share_an_opu_keep_their_fits() -> None:
         assert clone(first).opu is opu
         assert first.set_params(n_components=10).fit_transform(wide).shape == (4, 10)
         first.n_components = 12
-        with pytest.raises(AssertionError, match="n_components was 10 at the last fit and is 12 now"):
-            first.transform(wide)
+        refuses(AssertionError, "n_components was 10 at the last fit and is 12 now", first.transform, wide)
     own = OPUMap(30, simulated=True)
     assert clone(own).opu is not own.opu
     assert own.set_params(max_n_features=40).opu.max_n_features == 40
@@ -139,14 +139,12 @@ def test_maps_that_share_an_opu_keep_their_fits() -> None:
 
 
 def test_wrong_maps_and_sparse_matrices_are_refused() -> None:
-    with pytest.raises(TypeError, match="opu = 'camera': must be OPU"):
-        OPUMap(30, opu="camera")
-    with pytest.raises(ValueError, match="simulated=True, and the given OPU is hardware"):
-        OPUMap(30, opu=OPU(open_at_init=False), simulated=True)
-    with pytest.raises(ValueError, match="ndims = 3: must be one of 1, 2"):
-        OPUMap(30, simulated=True, ndims=3).fit(random_bits(2, 3, 4))
-    with pytest.raises(TypeError, match=r"X is sparse \(csr_array\): must be dense; give X.toarray\(\)"):
-        OPUMap(20, simulated=True).fit(scipy.sparse.csr_array(np.eye(3)))
+    refuses(TypeError, "opu = 'camera': must be OPU", OPUMap, 30, opu="camera")
+    refuses(ValueError, "given OPU is hardware", OPUMap, 30, opu=OPU(open_at_init=False), simulated=True)
+    refuses(ValueError, "ndims = 3: must be", OPUMap(30, simulated=True, ndims=3).fit, random_bits(2, 3, 4))
+    refuses(
+        TypeError, "sparse .* X.toarray", OPUMap(20, simulated=True).fit, scipy.sparse.csr_array(np.eye(3))
+    )
 
 
 _BINARY = "a device shows 0 or 1, and the check gives it real numbers; an encoder stands before the map"

@@ -13,6 +13,7 @@ from scipy import stats
 from opusim.randomness.kernels import digits_from_philox
 from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, _interval, _standard, grid_of, toward_zero
 from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, noise_stream
+from tests.opusim.common import refuses
 from tests.oracles import naive_philox
 from tests.support.forked import in_forked_process
 
@@ -224,5 +225,4 @@ def test_values_and_scales_out_of_range_are_refused(values: list[float], scale: 
     def release(*_: Any) -> torch.Tensor:
         return SystemStream().rounded(1, scale).added_to(torch.tensor(values, dtype=torch.float64))
 
-    with pytest.raises(ValueError, match=message):
-        release()
+    refuses(ValueError, message, release)

@@ -26,6 +26,7 @@ from opusim.serving.connections import Message, read_message, told_error
 from opusim.serving.keys import own_key, require_zmq, server_key
 from opusim.serving.remote import about
 from opusim.serving.server import Limits
+from tests.opusim.common import refuses
 from tests.support.command import COMMAND, ROOT, opusim
 from tests.support.served import Laboratory, ServerProcess, new_laboratory, serving
 
@@ -182,8 +183,6 @@ def test_the_unit_is_one(tmp_path: Path) -> None:
     assert "Failed to parse sec value" in bad.stderr
 
 
-# Local devices
-
 EXCLUSIVE = {"access": {"exclusive": True}, "n_inputs": 4, "n_outputs": 6}
 
 
@@ -200,8 +199,7 @@ def test_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setenv("OPUSIM_WAIT", "60")
     open_device("gaussian", **EXCLUSIVE).close()
     monkeypatch.setenv("OPUSIM_WAIT", "long")
-    with pytest.raises(ValueError, match="OPUSIM_WAIT = 'long': must be a number of seconds"):
-        open_device("gaussian", **EXCLUSIVE)
+    refuses(ValueError, "OPUSIM_WAIT = 'long': must be a number", open_device, "gaussian", **EXCLUSIVE)
 
 
 def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +224,7 @@ def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.
 
 def test_pyzmq_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opusim.serving.keys.zmq", None)
-    with pytest.raises(Exception, match="need pyzmq, which is not installed"):
-        require_zmq()
+    refuses(Exception, "need pyzmq, which is not installed", require_zmq)
 
 
 def test_use_is_told_in_a_table_and_a_figure(lab: Laboratory, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from opusim.serving.journal import read_journal
 from opusim.serving.server import Limits
 from opusim.serving.sessions import TURN_S, Work
 from opusim.testing.faults import KIND, FaultyDevice, faulty_device
+from tests.opusim.common import refuses
 from tests.support.killing import start_child
 from tests.support.patience import eventually, patient
 from tests.support.served import ForkedServer, Laboratory, clients, served_and_local, serving
@@ -55,9 +56,6 @@ def train(steps: int, *devices: NoisyDevice) -> None:
         device.project(X)
 
 
-# The server
-
-
 def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Laboratory) -> None:
     expected = local_readings(4, 2)
     with ForkedServer(lab) as server, open_device(f"{server.address}?silence_s=5", **WINDOW) as device:
@@ -69,17 +67,12 @@ def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Labora
             device.seek(1)  # between steps, the device is found again
             assert torch.equal(device.project(X), expected[1][0])
             second.kill()
-            with pytest.raises(DeviceUnavailable, match="no answer from its server for 5 s"):
-                device.project(X)
+            refuses(DeviceUnavailable, "no answer from its server for 5 s", device.project, X)
             with ForkedServer(lab, port=server.port):
-                with pytest.raises(DeviceFault, match="its server was restarted, or dropped this client"):
-                    device.project(X)
+                refuses(DeviceFault, "its server was restarted, or dropped this client", device.project, X)
                 device.seek(1)  # as a resumed run does
                 assert [torch.equal(device.project(X), each) for each in expected[1]] == [True, True]
                 assert device.usage.frames == before.frames + 2 * 3 * len(X)
-
-
-# The client
 
 
 def hold_a_place(address: str) -> None:
@@ -97,8 +90,9 @@ def test_a_killed_client_leaves_its_place_to_those_who_wait(
         client = start_child(lambda: hold_a_place(f"{address}?outputs_from=0&run=doomed"))
         try:
             assert eventually(lambda: "alice opened 40 outputs (doomed)" in caplog.messages, 60)
-            with pytest.raises(DeviceBusy, match="alice reads outputs 0 to 39; waited 0.1 s, position 1"):
-                open_device(f"{address}?wait_s=0.1", **WINDOW)
+            refuses(
+                DeviceBusy, "39; waited 0.1 s, position 1", open_device, f"{address}?wait_s=0.1", **WINDOW
+            )
         finally:
             os.kill(client, signal.SIGKILL)
             os.waitpid(client, 0)
@@ -127,8 +121,7 @@ def test_a_client_may_have_the_device_to_itself(lab: Laboratory, monkeypatch: py
             reading.start()
             for _ in range(10):
                 calibrating.project(X)
-            with pytest.raises(DeviceBusy, match="alice has the device to itself"):
-                open_device(address, **WINDOW)
+            refuses(DeviceBusy, "alice has the device to itself", open_device, address, **WINDOW)
             reading.join(1.0)
             assert reading.is_alive()
             monkeypatch.setenv("OPUSIM_WAIT", "300")
@@ -287,9 +280,6 @@ def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_se
     assert (used["huge"], used["last"]) == ((1, 0), (1, 0))
 
 
-# The network
-
-
 def test_a_slow_network_only_takes_longer(lab: Laboratory) -> None:
     with serving(lab) as address, slow_network(address, 0.1) as (network, far):
         with open_device(far, **WINDOW) as device:
@@ -315,9 +305,7 @@ def test_a_call_repeated_after_a_broken_connection_has_its_own_reading(lab: Labo
         assert network.carried >= 3
 
 
-class Slow(GaussianDevice):
-    """Takes its time for few rows."""
-
+class Slow(GaussianDevice):  # takes its time for few rows
     pause_s = 1.0
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
@@ -353,9 +341,6 @@ def test_an_abandoned_call_does_not_block_the_next(lab: Laboratory) -> None:
         assert device.usage.frames == 2 * len(X)
 
 
-# The instrument
-
-
 def test_an_instrument_that_cannot_be_read_is_closed() -> None:
     held = list[int]()
 
@@ -371,8 +356,7 @@ def test_an_instrument_that_cannot_be_read_is_closed() -> None:
 
     register_device("dead", Dead)
     served = {"kind": "dead", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
-    with pytest.raises(DeviceFault, match="it shows nothing"):
-        Instrument(load_description("gaussian", served))
+    refuses(DeviceFault, "it shows nothing", Instrument, load_description("gaussian", served))
     assert not held
 
 
@@ -383,10 +367,8 @@ def test_noise_below_the_law_stops_every_client(lab: Laboratory, faulty: None) -
         with open_device(address, **WINDOW) as one, open_device(address, **{**WINDOW, "seed": 1}) as other:
             other.seek(1)
             other.project(X)
-            with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
-                train(60, one)
-            with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
-                other.project(X)
+            refuses(NoiseBelowCertificate, "blank frames scatter", train, 60, one)
+            refuses(NoiseBelowCertificate, "blank frames scatter", other.project, X)
         with pytest.raises(NoiseBelowCertificate):
             open_device(address, **WINDOW)
 
@@ -398,8 +380,7 @@ def test_a_client_with_its_own_baseline_stops_alone(lab: Laboratory, faulty: Non
     with clients(lab, served, WINDOW, {**WINDOW, "seed": 1}) as (one, other):
         assert one.monitor.baseline is not None
         one.compare_with(one.monitor.baseline)
-        with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
-            train(60, one)
+        refuses(NoiseBelowCertificate, "blank frames scatter", train, 60, one)
         other.seek(1)
         assert other.project(X).shape == (16, 40)
 
@@ -411,11 +392,9 @@ def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None
     served = {"kind": KIND, "options": options, "access": access, "monitor": monitor, **sizes}
     with clients(lab, served, {}, {}) as (one, other):
         assert one.monitor.baseline is None
-        with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
-            train(30, one, other)
+        refuses(DeviceFault, "medium decorrelated or was swapped", train, 30, one, other)
         for device in (one, other):
-            with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
-                device.project(X)
+            refuses(DeviceFault, "medium decorrelated or was swapped", device.project, X)
 
 
 def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faulty: None) -> None:
@@ -424,8 +403,7 @@ def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faul
     served = {"kind": KIND, "options": options, "access": access, **sizes}
     with clients(lab, served, {}, {}) as (one, other):
         one.seek(0)
-        with pytest.raises(DeviceFault, match="returned NaN or infinity"):
-            one.project(X)
+        refuses(DeviceFault, "returned NaN or infinity", one.project, X)
         FaultyDevice.repaired = True
         assert one.project(X).shape == other.project(X).shape == (16, 40)
 
@@ -438,8 +416,7 @@ def test_a_shared_device_that_hangs_leaves_its_server_up(lab: Laboratory, faulty
     served = {"kind": KIND, "options": options, "access": {"exclusive": True}, **window}
     with clients(lab, served, {}, {}, call_timeout_s=limit) as (one, other):
         one.seek(0)
-        with pytest.raises(DeviceTimeout, match=f"did not answer within {limit:g} s; check its cables"):
-            one.project(X)
+        refuses(DeviceTimeout, f"did not answer within {limit:g} s; check its cables", one.project, X)
         FaultyDevice.repaired = True
         assert other.project(X).shape == (16, 40)
 

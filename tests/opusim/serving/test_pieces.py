@@ -26,6 +26,7 @@ from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, u
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
 from opusim.serving.server import FairQueue
 from opusim.serving.sessions import Places
+from tests.opusim.common import refuses
 from tests.support.served import expire
 
 # Keys
@@ -40,19 +41,15 @@ def test_a_secret_is_for_its_owner_only(tmp_path: Path) -> None:
     assert key.secret is not None
     assert key.secret not in public.read_text() + repr(key)
     public.chmod(0o600)
-    with pytest.raises(ConfigError, match="secret: missing; this is a public file"):
-        read_key(public, secret=True)
+    refuses(ConfigError, "secret: missing; this is a public file", read_key, public, secret=True)
     secret.chmod(0o640)
-    with pytest.raises(ConfigError, match="others may read this secret; run: chmod 600"):
-        read_key(secret, secret=True)
-    with pytest.raises(ConfigError, match="alice: is there already"):
-        make_key("alice", tmp_path / "keys")
+    refuses(ConfigError, "others may read this secret; run: chmod 600", read_key, secret, secret=True)
+    refuses(ConfigError, "alice: is there already", make_key, "alice", tmp_path / "keys")
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a" * 65, ".hidden"])
 def test_a_key_needs_a_plain_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="must be letters, digits"):
-        make_key(name, tmp_path)
+    refuses(ValueError, "must be letters, digits", make_key, name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -66,23 +63,19 @@ def test_a_key_needs_a_plain_name(tmp_path: Path, name: str) -> None:
 )
 def test_a_file_that_is_no_key_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.pub").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_key(tmp_path / "bad.pub", secret=False)
+    refuses(ConfigError, message, read_key, tmp_path / "bad.pub", secret=False)
 
 
 def test_a_user_is_told_which_key_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "opusim" / "keys"
-    with pytest.raises(ConfigError, match="holds no key; make one with: opusim device keys new NAME"):
-        own_key()
+    refuses(ConfigError, "holds no key; make one with: opusim device keys new NAME", own_key)
     alice = make_key("alice", folder)
     assert own_key() == alice
     make_key("bob", folder, days=1)
-    with pytest.raises(ConfigError, match="holds 2 keys; name one in OPUSIM_KEY"):
-        own_key()
+    refuses(ConfigError, "holds 2 keys; name one in OPUSIM_KEY", own_key)
     assert own_key("alice") == own_key(str(folder / "alice.key")) == alice
-    with pytest.raises(ConfigError, match="server.pub: is missing; ask the laboratory"):
-        server_key("opu.lab", 5555)
+    refuses(ConfigError, "server.pub: is missing; ask the laboratory", server_key, "opu.lab", 5555)
     make_key("server", tmp_path / "one")
     other = make_key("server", tmp_path / "two")
     for source, name in ((tmp_path / "one", "server.pub"), (tmp_path / "two", "opu.lab_5555.pub")):
@@ -96,13 +89,11 @@ def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_key("alice", tmp_path / "opusim" / "keys")
     for file in (tmp_path / "opusim" / "keys").iterdir():
         expire(file)
-    with pytest.raises(ConfigError, match="the key of 'alice' expired on 2020-01-01"):
-        own_key()
+    refuses(ConfigError, "the key of 'alice' expired on 2020-01-01", own_key)
 
 
 def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="server.key: is missing; make it with: opusim device keys new"):
-        Users(tmp_path)
+    refuses(ConfigError, "server.key: is missing; make it with: opusim device keys new", Users, tmp_path)
     make_key("server", tmp_path)
     alice = make_key("alice", tmp_path)
     (tmp_path / "bad.pub").write_text("nothing")
@@ -138,13 +129,10 @@ def test_only_the_laboratory_adds_keys(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "keys"
     make_key("server", folder)
     folder.chmod(mode)
-    with pytest.raises(ConfigError, match="mode: others may add keys here; run: chmod go-w"):
-        Users(folder)
+    refuses(ConfigError, "mode: others may add keys here; run: chmod go-w", Users, folder)
     folder.chmod(0o755)
     assert Users(folder).own.name == "server"
 
-
-# Messages
 
 ARRAYS = (
     np.arange(6, dtype=np.int8).reshape(2, 3),
@@ -160,8 +148,7 @@ def test_a_message_and_errors_of_other_classes_come_back() -> None:
     assert (found.kind, found.values) == (message.kind, message.values)
     assert all(np.array_equal(*pair) for pair in zip(found.arrays, ARRAYS, strict=True))
     assert [array.dtype.str for array in found.arrays] == ["|i1", "<f4", "<f4", "<f8"]
-    with pytest.raises(TypeError, match="array has dtype int64"):
-        Message(kind="call", arrays=(np.arange(3),)).frames()
+    refuses(TypeError, "array has dtype int64", lambda: Message(kind="call", arrays=(np.arange(3),)).frames())
 
     class Odd(DeviceError):
         pass
@@ -194,8 +181,7 @@ def header(arrays: str = "[]", schema: int = 1, rest: str = '"kind": "call", "va
     ],
 )
 def test_bytes_that_are_no_message_are_refused(frames: list[bytes], message: str) -> None:
-    with pytest.raises(BadMessage, match=message):
-        read_message(frames, limit=9000 if len(frames) != 1 else 2**21)
+    refuses(BadMessage, message, read_message, frames, limit=9000 if len(frames) != 1 else 2**21)
 
 
 @pytest.mark.parametrize(
@@ -243,9 +229,6 @@ def test_laws_cross_without_loss() -> None:
     assert unpacked_law(*packed_law(None)) is None
 
 
-# Turns
-
-
 def test_clients_take_turns_batch_by_batch() -> None:
     queue: Any = FairQueue()
     for client, batches in (("a", [1, 2, 3]), ("b", [4]), ("c", [5, 6])):
@@ -285,8 +268,7 @@ def test_places_are_given_in_the_order_of_asking() -> None:
     assert places.queued("alice", "t2", "full", waits=True) == 1
     assert places.queued("alice", "t3", "full", waits=True) == 2
     assert places.queued("alice", "t3", None, waits=True) == 2  # t2 is first
-    with pytest.raises(DeviceBusy, match="2 clients wait for it; wait for it with --wait"):
-        places.queued("alice", "t4", None, waits=False)
+    refuses(DeviceBusy, "2 clients wait .* with --wait", places.queued, "alice", "t4", None, waits=False)
     assert places.queued("alice", "t2", None, waits=True) == 0
     assert places.queued("alice", "t3", None, waits=True) == 0
     assert places.obstacle(window, reserves=True) is None
@@ -306,12 +288,8 @@ def test_one_user_does_not_take_all_places() -> None:
     for ticket in ("t1", "t2", "t3"):
         places.queued("alice", ticket, "full", waits=True)
     assert places.queued("alice", "t1", "full", waits=True) == 1
-    with pytest.raises(DeviceBusy, match="alice has 3 clients here, the most that a user may"):
-        places.queued("alice", "t4", "full", waits=True)
+    refuses(DeviceBusy, "alice has 3 clients here", places.queued, "alice", "t4", "full", waits=True)
     assert places.queued("bob", "t1", "full", waits=True) == 4
-
-
-# Journal
 
 
 def entry(user: str, run: str, day: int, frames: int) -> Entry:
@@ -346,8 +324,7 @@ def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:
     assert "no use" in usage_figure([]).axes[0].texts[0].get_text()
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text('{"schema": 1}\n')
-    with pytest.raises(ConfigError, match="line 1: is no entry"):
-        read_journal(path)
+    refuses(ConfigError, "line 1: is no entry", read_journal, path)
 
 
 def test_a_journal_can_be_read_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,8 +343,7 @@ def test_a_journal_can_be_read_after_a_failed_write(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
-        with pytest.raises(OSError, match=r"usage\.jsonl"):
-            journal.write(entries[1])
+        refuses(OSError, r"usage\.jsonl", journal.write, entries[1])
     journal.write(entries[2])
     assert read_journal(path) == [entries[0], entries[2]]
 

@@ -16,15 +16,14 @@ from opusim.noise import GaussianNoise, PhotonCountNoise
 from opusim.serving.instrument import Instrument, same_medium
 from opusim.serving.remote import RemoteDevice
 from opusim.testing.contract import DeviceContract
+from tests.opusim.common import refuses
 from tests.support.served import Laboratory, served_and_local, serving
 
 X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
 SHARED = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
 
 
-class OverLoopback(DeviceContract):
-    """The contract of a device behind a server."""
-
+class OverLoopback(DeviceContract):  # the contract of a device behind a server
     name = ""
     overrides: ClassVar[dict[str, Any] | None] = None
 
@@ -48,9 +47,7 @@ class TestServedPcm(OverLoopback):
     name = "pcm"
 
 
-class TestSharedPcm(OverLoopback):
-    """A chip that its clients share; one that programs it has it to itself."""
-
+class TestSharedPcm(OverLoopback):  # a chip that its clients share; one that programs it has it to itself
     name = "pcm"
     overrides: ClassVar[dict[str, Any] | None] = SHARED
     replayable = False
@@ -123,29 +120,25 @@ def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: La
         before = other.description
         programming, waiting = other.require("program"), other.require("wait")
         for act in (lambda: programming.program(matrix), lambda: waiting.wait(60.0)):
-            with pytest.raises(CapabilityMissing, match="changes the device for its other clients"):
-                act()
-        with (
-            open_device(f"{address}?exclusive", n_outputs=30) as part,
-            pytest.raises(ValueError, match="is written as a whole, 12 inputs and 40 outputs"),
-        ):
-            part.require("program").program(matrix[:30])
+            refuses(CapabilityMissing, "changes the device for its other clients", act)
+        with open_device(f"{address}?exclusive", n_outputs=30) as part:
+            refuses(
+                ValueError,
+                "is written as a whole, 12 inputs and 40 outputs",
+                lambda: part.require("program").program(matrix[:30]),
+            )
         with open_device(f"{address}?exclusive") as alone:
             realised = alone.require("program").program(matrix)
             assert torch.equal(alone.require("matrix").matrix(), realised)
             low, high = alone.noise.variance_bounds()
             assert 0 <= low < high
-        with pytest.raises(DeviceUnavailable, match="was programmed by another client; open it again"):
-            other.project(X)
-        with pytest.raises(DeviceFault, match="its medium is another one now"):
-            type(other)(before).open()
+        refuses(DeviceUnavailable, "was programmed by another client; open it again", other.project, X)
+        refuses(DeviceFault, "its medium is another one now", lambda: type(other)(before).open())
         with open_device(address) as again:
             assert torch.equal(again.require("matrix").matrix(), realised)
 
 
-def test_what_a_user_programmed_is_not_shown_to_another(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_user_programmed_is_not_shown_to_another(lab: Laboratory, monkeypatch: Any) -> None:
     secret, other = torch.linspace(-1, 1, 480).reshape(40, 12), torch.zeros(40, 12)
     with serving(lab, "pcm", SHARED) as address:
         with open_device(f"{address}?exclusive") as device:
@@ -166,16 +159,16 @@ def test_what_a_user_programmed_is_not_shown_to_another(
                 lambda: device.draw((1, 40)),
                 lambda: device.noise,
             ):
-                with pytest.raises(DeviceUnavailable, match="holds what another user programmed; program it"):
-                    act()
+                refuses(DeviceUnavailable, "holds what another user programmed; program it", act)
             written = device.require("program").program(other)
             assert torch.equal(device.require("matrix").matrix(), written)
         lab.become("alice", monkeypatch)
-        with (
-            open_device(address) as device,
-            pytest.raises(DeviceUnavailable, match="holds what another user programmed; program it yourself"),
-        ):
-            device.require("matrix").matrix()
+        with open_device(address) as device:
+            refuses(
+                DeviceUnavailable,
+                "holds what another user programmed; program it yourself",
+                lambda: device.require("matrix").matrix(),
+            )
 
 
 def test_a_lost_matrix_is_noticed(lab: Laboratory) -> None:
@@ -187,8 +180,7 @@ def test_a_lost_matrix_is_noticed(lab: Laboratory) -> None:
         device.program(matrix)
         device._session = "lost"
         for _ in range(2):
-            with pytest.raises(DeviceFault, match="holds another matrix; program it again"):
-                device.multiply(torch.zeros(1, 12))
+            refuses(DeviceFault, "another matrix; program it again", device.multiply, torch.zeros(1, 12))
         device.seek(1)
         realised = device.program(matrix)
         assert torch.equal(device.matrix(), realised)
@@ -248,17 +240,12 @@ def test_long_calls_of_a_shared_device_come_back_whole(lab: Laboratory) -> None:
 def test_what_a_client_may_not_do_is_one_line(lab: Laboratory) -> None:
     with serving(lab, "gaussian", {"n_outputs": 64}) as address:
         with open_device(address, n_inputs=12, n_outputs=40) as remote:
-            with pytest.raises(CapabilityMissing, match="lacks the capability 'multiply'"):
-                remote.require("multiply")
-            with pytest.raises(ConfigError, match="certificate: belongs to the server"):
-                remote.attach_certificate(None)  # type: ignore[arg-type]
+            refuses(CapabilityMissing, "lacks the capability 'multiply'", remote.require, "multiply")
+            refuses(ConfigError, "certificate: belongs to the server", remote.attach_certificate, None)
             assert torch.equal(remote.project(X) * 0, torch.zeros(16, 40))
-        with pytest.raises(ConfigError, match="a window of 65 is wanted, the device has 64"):
-            open_device(address, n_outputs=65)
-        with pytest.raises(ConfigError, match="a window up to 70 is wanted, 64 are served"):
-            open_device(f"{address}?outputs_from=30", n_outputs=40)
-        with pytest.raises(ConfigError, match="noise: does nothing: the kind 'remote'"):
-            open_device(address, noise={"sigma": 0.5})
+        refuses(ConfigError, "a window of 65 .* has 64", open_device, address, n_outputs=65)
+        refuses(ConfigError, "up to 70 .* 64 are", open_device, f"{address}?outputs_from=30", n_outputs=40)
+        refuses(ConfigError, "noise: does nothing: .* 'remote'", open_device, address, noise={"sigma": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -273,8 +260,7 @@ def test_what_a_client_may_not_do_is_one_line(lab: Laboratory) -> None:
     ],
 )
 def test_a_wrong_address_is_refused(address: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_device(address)
+    refuses(ConfigError, message, open_device, address)
 
 
 def test_another_description_or_medium_is_noticed(lab: Laboratory) -> None:
@@ -285,18 +271,16 @@ def test_another_description_or_medium_is_noticed(lab: Laboratory) -> None:
         device.close()
     bind = f"tcp://127.0.0.1:{port}"
     other = {"noise": {"sigma": 0.2}}
-    with (
-        serving(lab, "gaussian", other, bind=bind),
-        pytest.raises(DeviceFault, match="another description now"),
-    ):
-        device.open()
+    with serving(lab, "gaussian", other, bind=bind):
+        refuses(DeviceFault, "another description now", device.open)
     options = {**stored.options, "fingerprint": "ff" * 32}
     changed = stored.model_copy(update={"options": options})
-    with (
-        serving(lab, "gaussian", bind=bind),
-        pytest.raises(DeviceFault, match="its medium is another one now"),
-    ):
-        type(device)(changed, n_inputs=12, n_outputs=40).open()
+    with serving(lab, "gaussian", bind=bind):
+        refuses(
+            DeviceFault,
+            "its medium is another one now",
+            lambda: type(device)(changed, n_inputs=12, n_outputs=40).open(),
+        )
     with serving(lab, "gaussian", bind=bind), device.open():
         assert device.project(X).shape == (16, 40)
 

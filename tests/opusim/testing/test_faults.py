@@ -16,6 +16,7 @@ from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
+from tests.opusim.common import refuses
 from tests.support.packages import install
 
 pytestmark = pytest.mark.compiled
@@ -24,9 +25,7 @@ WINDOW = {"n_inputs": 12, "n_outputs": 200}
 X = torch.ones(1, 12)
 
 
-class BenchCamera(CameraDevice):
-    """A third party's camera, with an option of its own."""
-
+class BenchCamera(CameraDevice):  # a third party's camera, with an option of its own
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         return super()._project(x) * float(self.description.options.get("factor", 1.0))
 
@@ -78,10 +77,8 @@ def test_an_installed_kind_of_camera_is_found(tmp_path: Path, monkeypatch: pytes
 
 def test_the_cameras_own_kind_takes_no_options_and_others_no_camera(tmp_path: Path) -> None:
     path = file(tmp_path, "camera", "[options]\nfactor = 2.0\n", ("options.factor",))
-    with pytest.raises(ConfigError, match=r"options.factor: the kind 'camera' takes no options"):
-        open_device(path, **WINDOW)
-    with pytest.raises(ConfigError, match="belong together; give both or neither, or the kind that your"):
-        open_device(file(tmp_path, "gaussian"), **WINDOW)
+    refuses(ConfigError, r"options.factor: the kind 'camera' takes no options", open_device, path, **WINDOW)
+    refuses(ConfigError, "both or neither, or the kind", open_device, file(tmp_path, "gaussian"), **WINDOW)
 
 
 def test_a_faulty_camera_from_a_file_is_a_camera(tmp_path: Path) -> None:
@@ -108,8 +105,7 @@ def test_a_faulty_subclass_stays_one(tmp_path: Path) -> None:
     with open_device(path, **WINDOW) as device:
         assert isinstance(device, BenchCamera)
         device.seek(1)
-        with pytest.raises(DeviceUnavailable, match="is unplugged"):
-            device.project(X)
+        refuses(DeviceUnavailable, "is unplugged", device.project, X)
         FaultyDevice.repaired = True
         assert device.project(X).shape == (1, 200)
 

@@ -77,9 +77,10 @@ def test_limits_belong_to_the_range() -> None:
     refuses(ValueError, r"n = 2: must be at least 3", checks.integer, n=2, minimum=3)
 
 
-@pytest.mark.parametrize(
-    ("closed", "allowed"), [("both", {0, 1}), ("left", {0}), ("right", {1}), ("neither", set())]
-)
+ENDS = {"both": {0, 1}, "left": {0}, "right": {1}, "neither": set()}
+
+
+@pytest.mark.parametrize(("closed", "allowed"), ENDS.items())
 def test_the_ends_of_the_unit_interval(closed: str, allowed: set[int]) -> None:
     checks.in_unit_interval(closed=closed, p=np.array([1e-300, 0.5, 1 - 1e-15]))
     for value in (0, 1, -0.1, 1.1, np.nan):

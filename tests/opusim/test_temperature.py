@@ -29,19 +29,10 @@ from tests.opusim.common import refuses
 
 WINDOW = {"n_inputs": 10, "n_outputs": 500}
 X = torch.randint(-1, 2, (6, 10), generator=torch.Generator().manual_seed(3)).float()
-DOUBLING = DoublingDarkCurrent(
-    dark_current_ref_e_per_s=30.0,
-    temperature_ref_c=25.0,
-    doubling_k=6.5,
-    temperature_min_c=-30.0,
-    temperature_max_c=60.0,
-)
+RANGE = {"temperature_ref_c": 25.0, "temperature_min_c": -30.0}
+DOUBLING = DoublingDarkCurrent(dark_current_ref_e_per_s=30.0, doubling_k=6.5, temperature_max_c=60.0, **RANGE)
 ARRHENIUS = ArrheniusDarkCurrent(
-    dark_current_ref_e_per_s=30.0,
-    temperature_ref_c=25.0,
-    activation_ev=0.63,
-    temperature_min_c=-30.0,
-    temperature_max_c=60.0,
+    dark_current_ref_e_per_s=30.0, activation_ev=0.63, temperature_max_c=60.0, **RANGE
 )
 BOLTZMANN, CHARGE = 1.380649e-23, 1.602176634e-19  # SI of 2019, written out again
 TABLE = TableDarkCurrent(temperatures_c=(-20.0, 10.0, 50.0), dark_currents_e_per_s=(0.27, 2.7, 81.0))
@@ -95,16 +86,9 @@ def test_readings_have_the_noise_of_their_temperature(kind: str, seed: int) -> N
         assert abs(1.1 * ratio.mean() - 1) > 5 * ratio.std() / ratio.size**0.5  # planted: 10 % more variance
 
 
-@pytest.mark.parametrize("std", [0.01, 0.03, 0.5])
-def test_an_unreachable_noise_is_named_with_what_else_helps(std: float) -> None:
-    refuses(ValueError, "cannot be reached by temperature, -30 to 70 .* change", GAUSSIAN.temperature_c, std)
-
-
 def test_bad_numbers_are_named() -> None:
     refuses(ValueError, "doubling_k = 0", replace, GAUSSIAN.dark, doubling_k=0.0)
-    refuses(
-        ValueError, "temperature_max_c = -40.0: must lie", replace, GAUSSIAN.dark, temperature_max_c=-40.0
-    )
+    refuses(ValueError, "temperature_max_c = -40.0: must", replace, GAUSSIAN.dark, temperature_max_c=-40.0)
     refuses(ValueError, r"temperature_c = 71: must lie in \[-30, 70\]", GAUSSIAN.std, 71)
     with pytest.raises(ConfigError, match=r"noise.temperature_law: doublings = .*larger doubling_k"):
         load_description("gaussian_temperature", {"noise": {"temperature_law": {"doubling_k": 0.5}}})
@@ -201,7 +185,8 @@ def test_the_noise_of_a_temperature_gives_it_back() -> None:
         for t in (-30.0, 0.0, 41.5, 60.0):
             assert law.temperature_c(law.std(t)) == pytest.approx(t, abs=1e-6)
             assert 0 < law.dark_share(t) + law.thermal_share(t) < 1
-        refuses(ValueError, "cannot be reached by temperature", law.temperature_c, 100.0)
+        for std in (1e-3, 100.0):
+            refuses(ValueError, "cannot be reached by temperature, .* change", law.temperature_c, std)
     assert GAUSSIAN.thermal_share(25.0) == 0.0
 
 

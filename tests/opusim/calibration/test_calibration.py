@@ -102,9 +102,8 @@ def test_drift_time_is_covered_at_its_rate(seed: int) -> None:
     hits = []
     for number in range(400):
         window = {"n_inputs": 30, "n_outputs": 400, "seed": seed + number, "medium": {"seed": seed + number}}
-        with open_device(
-            "camera_low_light", camera={"drift": drift, "anchor": {"frames": 0}}, **window
-        ) as device:
+        camera = {"drift": drift, "anchor": {"frames": 0}}
+        with open_device("camera_low_light", camera=camera, **window) as device:
             patterns = sparse_patterns(30, 10, number)
             first, again = (device.intensities(patterns) for _ in range(2))
             device.drift_to(15.0)
@@ -119,9 +118,8 @@ def test_drift_time_is_covered_at_its_rate(seed: int) -> None:
 @pytest.mark.parametrize("moving", [{}, {"within_call": True}])
 def test_drift_time_is_found(moving: dict[str, bool], seed: int) -> None:
     drift = {"decorrelation_s": 50.0, "seconds_per_step": 1.0, **moving}
-    found = calibration("camera_low_light", seed, camera={"drift": drift}).certificate.estimates[
-        "decorrelation_s"
-    ]
+    estimates = calibration("camera_low_light", seed, camera={"drift": drift}).certificate.estimates
+    found = estimates["decorrelation_s"]
     assert found.low < 50 * 1.2
     assert found.high > 50 * 0.8
     assert found.high - found.low < 25
@@ -204,18 +202,16 @@ def test_a_check_does_not_pass_without_a_law_or_on_readings_that_fail(seed: int)
     refuses(ConfigError, "certifies no law", require_noise, without, new)
     failed = [test.model_copy(update={"holds": False}) for test in new.certificate.tests[:1]]
     worse = new.certificate.model_copy(update={"noise": None, "tests": failed})
-    refuses(
-        NoiseBelowCertificate, "tests now", require_noise, old.certificate, replace(new, certificate=worse)
-    )
+    worse, told = replace(new, certificate=worse), "tests now speak against the certified law"
+    refuses(NoiseBelowCertificate, told, require_noise, old.certificate, worse)
 
 
 def test_a_certificate_of_another_device_or_state_is_refused(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "certificate.toml"
     calibration("gaussian", seed).certificate.write(path)
     refuses(ConfigError, "is that of 'gaussian'", open_device, "camera", certificate=path, **WINDOW)
-    refuses(
-        ConfigError, "description", open_device, "gaussian", certificate=path, noise={"sigma": 0.2}, **WINDOW
-    )
+    other = {"certificate": path, "noise": {"sigma": 0.2}}
+    refuses(ConfigError, "was made for another description", open_device, "gaussian", **other, **WINDOW)
     refuses(ConfigError, "601; calibrate", open_device, "gaussian", certificate=path, n_outputs=601)
     open_device("gaussian", certificate=path, n_inputs=12, n_outputs=599)
     path.write_text(path.read_text().replace("beta = 0.0001", "beta = 2.0"))

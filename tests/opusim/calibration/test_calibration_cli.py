@@ -38,9 +38,7 @@ def test_a_camera_is_calibrated_and_checked(tmp_path: Path) -> None:
     assert isinstance(other.exception, ConfigError)
 
 
-def test_a_calibration_without_a_law_ends_with_3_and_a_check_fails_where_noise_is_gone(
-    tmp_path: Path,
-) -> None:
+def test_a_calibration_without_a_law_ends_with_3_and_a_check_finds_lost_noise(tmp_path: Path) -> None:
     result = RUNNER.invoke(app, ["calibrate", "ideal", "--out", str(tmp_path), *SMALL])
     assert result.exit_code == 3, result.output
     told = "each output is Gaussian (constant outputs): does not hold (few electrons, rare jumps, clipping"
@@ -113,9 +111,7 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("widths", "is_used"), [(0.5, True), (2.0, False)])
-def test_a_quantum_efficiency_whose_limits_hold_1_becomes_1(
-    widths: float, is_used: bool, tmp_path: Path
-) -> None:
+def test_a_quantum_efficiency_with_1_in_its_limits_is_1(widths: float, is_used: bool, tmp_path: Path) -> None:
     """Photons are scaled so that the estimate lies above 1 by half of, or twice, the distance to its lower limit."""
     arrays, frames = recording(Sensor(), np.random.default_rng(3), shape=(24, 40)), tmp_path / "frames.npz"
     np.savez(frames, **arrays)

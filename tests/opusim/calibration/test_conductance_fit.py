@@ -1,6 +1,7 @@
 """Fits of memory devices to measurements: constants, limits, faults that must be noticed, and the command."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,10 +128,8 @@ def test_limits_cover_the_constants() -> None:
 
 def written(path: Path, data: Measurements) -> Path:
     lines = ["device,conductance_us,programmed_us,time_s"]
-    lines += [
-        f"d{d},{25 * g:.5f},{25 * v:.5f},{t:g}"
-        for d, g, v, t in zip(data.device, data.target, data.value, data.time_s, strict=True)
-    ]
+    columns = data.device, data.target, data.value, data.time_s
+    lines += [f"d{d},{25 * g:.5f},{25 * v:.5f},{t:g}" for d, g, v, t in zip(*columns, strict=True)]
     path.write_text("\n".join(lines))
     return path
 
@@ -206,13 +205,6 @@ def test_a_target_above_the_largest_conductance_is_refused(tmp_path: Path) -> No
 
 def test_readings_in_other_units_are_refused(tmp_path: Path) -> None:
     data = devices(30, 6)
-    refuses(
-        ConfigError,
-        r"are 25 times the targets|are 2[3-7]\.?\d* times the targets",
-        fit,
-        Measurements(
-            target=data.target, value=25 * data.value, time_s=data.time_s, factor=None, device=data.device
-        ),
-        replicates=20,
-    )
+    other = replace(data, value=25 * data.value)
+    refuses(ConfigError, r"are 2[3-7]\.?\d* times the targets", fit, other, replicates=20)
     refuses(ConfigError, "cannot be read", read_measurements, tmp_path / "none.csv")

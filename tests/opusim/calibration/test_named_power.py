@@ -61,13 +61,7 @@ class OddCamera(CameraDevice):  # a camera with noise that all outputs of a fram
 
 
 def calibrated(
-    seed: int,
-    *,
-    fault: str = "",
-    offset_dn: float = 0.0,
-    outputs: int = 500,
-    beta: float = 1e-6,
-    **power: Any,
+    seed: int, fault: str = "", offset_dn: float = 0.0, outputs: int = 500, beta: float = 1e-6, **power: Any
 ) -> tuple[Calibration, CameraDevice]:
     settings = {"law": "log_normal", "rms": 0.01} | power
     description = load_description("camera_low_light", {"camera": {"light": {"power": settings}}})

@@ -16,14 +16,11 @@ def calibrated(name: str, seed: int, **camera: object) -> tuple[dict[str, Estima
     """Estimates of one cheap calibration of a sensor of its own, and what was configured."""
     anchor = {"frames": 0, "lowest": 1e-6, "highest": None, "most_saturated": 0.5}  # no anchor is looked at
     settings = {"anchor": anchor} | camera
-    with open_device(
-        name, n_inputs=2, n_outputs=1200, seed=seed, medium={"seed": seed}, camera=settings
-    ) as device:
+    places = {"n_inputs": 2, "n_outputs": 1200, "seed": seed, "medium": {"seed": seed}}
+    with open_device(name, camera=settings, **places) as device:
         section, light = device.description.camera, device.description.camera.light
-        warm = section.dark.temperature_c + 15
-        plan = Plan(
-            frames=12, light_levels=10, dark_levels=4, temperatures_c=(section.dark.temperature_c, warm)
-        )
+        warm = section.dark.temperature_c + 15.0
+        plan = Plan(frames=12, light_levels=10, dark_levels=4, temperatures_c=(warm - 15, warm))
         transfer = take_photon_transfer(device.flat_frames, plan, exposure_us=light.exposure_us)
         truth = {
             "quantum_efficiency": light.quantum_efficiency,
@@ -69,9 +66,8 @@ def jackknife_hits(seed: int, truth: float) -> np.ndarray:
     hits = []
     for _ in range(2000):
         sums = np.stack([random.normal(1.0, 0.1, 40), random.normal(2.7, 1.0, 40)], axis=1)
-        hits.append(
-            jackknife(sums, lambda s: {"ratio": s[1] / s[0]}, confidence=CONFIDENCE)["ratio"].covers(truth)
-        )
+        found = jackknife(sums, lambda s: {"ratio": s[1] / s[0]}, confidence=CONFIDENCE)["ratio"]
+        hits.append(found.covers(truth))
     return np.array(hits)
 
 
@@ -88,11 +84,8 @@ def test_levels_that_cannot_be_used_are_named() -> None:
         take_photon_transfer(lambda count, **level: np.full((count, 100), 4.0), Plan(), exposure_us=400.0)
     with pytest.raises(ValueError, match="pixels = 79: must be at least 80"):
         take_series(lambda count, **level: np.zeros((count, 79)), [Level(photons=0.0)], frames=2)
-    flat = take_series(
-        lambda count, photons, **level: np.full((count, 80), min(photons, 9.0)),
-        [Level(photons=float(p)) for p in range(12)],
-        frames=2,
-    )
+    light = lambda count, photons, **level: np.full((count, 80), min(photons, 9.0))  # noqa: E731
+    flat = take_series(light, [Level(photons=float(p)) for p in range(12)], frames=2)
     refuses(ValueError, "light has 0 levels", PhotonTransfer(light=flat, dark=flat, exposure_us=400.0).used)
 
 
@@ -139,9 +132,8 @@ def test_limits_cover_the_presets_dark_noise_at_their_rate(name: str, seed: int)
     for number in range(RUNS):
         anchor = {"frames": 0, "lowest": 1e-6, "highest": None, "most_saturated": 0.5}
         medium = {"seed": seed + number}
-        with open_device(
-            name, n_inputs=2, n_outputs=1200, seed=seed + number, medium=medium, camera={"anchor": anchor}
-        ) as device:
+        places = {"n_inputs": 2, "n_outputs": 1200, "seed": seed + number, "medium": medium}
+        with open_device(name, camera={"anchor": anchor}, **places) as device:
             found = dark_noise_dn(device.flat_frames(12), confidence=CONFIDENCE)
             sensor, dark_e = device.exposure.sensor, device.exposure.dark_current_e
         truth = sensor.gain_dn_per_e * (dark_e + sensor.read_noise_e**2) ** 0.5

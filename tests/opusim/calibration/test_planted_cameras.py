@@ -16,6 +16,7 @@ from tests.support.planted_cameras import CAMERAS, PlantedCamera, SensorFault, h
 pytestmark = pytest.mark.compiled
 
 LEVEL = FAMILY_ALARM / 2 / 16  # of one property of frames
+WIDE = "12 bits in words of 16"
 PLAN = Plan(frames=32, light_levels=8, dark_levels=3)
 Counts = Any
 
@@ -62,23 +63,18 @@ def test_more_electrons_than_photons_gamma_and_a_drifting_black_level_are_named(
     assert "switch off the camera's gamma" in text
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["12 bits in words of 16", pytest.param("12 bits in words of 16, repeated", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("fault", [WIDE, pytest.param(f"{WIDE}, repeated", marks=pytest.mark.slow)])
 def test_numbers_at_the_upper_end_of_wide_words_are_refused(fault: str) -> None:
     text = refusal(calibrated(fault))
     assert "every code of the converter occurs" in text
     assert "shifted to the lowest bits" in text
-    assert ("all codes lie 16 apart" in text) == (fault == "12 bits in words of 16")
+    assert ("all codes lie 16 apart" in text) == (fault == WIDE)
 
 
 def series(random: np.random.Generator, counts: Counts = None, *, clip: float = np.inf) -> PhotonTransfer:
     """A flat series of a sensor of 400 electrons, gain 2 and no fixed pattern."""
 
-    def take(
-        count: int, photons: float = 0.0, exposure_us: float | None = None, temperature_c: float | None = None
-    ) -> np.ndarray:
+    def take(count: int, photons: float = 0.0, exposure_us: float | None = None, **_: Any) -> np.ndarray:
         rate = 0.5 * photons + 6.0 * (exposure_us or 1e5) / 1e5
         rates = np.full((count, 800), rate)
         electrons = random.poisson(rates) if counts is None else counts(random, rates)

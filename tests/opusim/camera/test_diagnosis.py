@@ -38,9 +38,8 @@ class Instrument:
         medium = np.random.default_rng(seed)
         parts = medium.normal(size=(4, INPUTS + REFERENCE, OUTPUTS))
         moved = fault.get("moved", 0.0)
-        self._r = np.sqrt(1 - moved) * (parts[0] + 1j * parts[1]) + np.sqrt(moved) * (
-            parts[2] + 1j * parts[3]
-        )
+        field = parts[0::2] + 1j * parts[1::2]
+        self._r = np.sqrt(1 - moved) * field[0] + np.sqrt(moved) * field[1]
         self._place = np.linspace(0, 1, OUTPUTS, endpoint=False)
 
     def look(self) -> FrameLook:
@@ -116,9 +115,7 @@ def test_names_are_lost_without_what_they_rest_on(seed: int) -> None:
     """Planted: outputs in another order, so that neighbours are none; a medium that moves instead of the mirrors."""
     order = np.random.default_rng(seed).permutation(OUTPUTS)
     first, now = Instrument(seed).look(), Instrument(seed, talk=0.15).look()
-    mixed = [
-        changed(each, mean=each.mean[:, order], variance=each.variance[:, order]) for each in (first, now)
-    ]
+    mixed = [changed(a, mean=a.mean[:, order], variance=a.variance[:, order]) for a in (first, now)]
     found = diagnose(mixed[0], mixed[1], tolerated=0.01)
     assert found is None or "cross-talk" not in found[0]
     assert "stuck" not in name_of(seed, moved=0.1)

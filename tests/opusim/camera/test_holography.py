@@ -32,12 +32,9 @@ PLACES = {"n_inputs": 20, "n_outputs": 60, "seed": 3}
 def holographic(
     steps: int = 4, beam: dict[str, Any] | None = None, window: dict[str, Any] | None = None, **camera: Any
 ) -> CameraDevice:
-    device = open_device(
-        "camera_holography",
-        frames={"frames_per_projection": 2 * steps},
-        camera={"reference_beam": {"steps": steps} | (beam or {}), **camera},
-        **PLACES | (window or {}),
-    )
+    frames, places = {"frames_per_projection": 2 * steps}, PLACES | (window or {})
+    settings = {"reference_beam": {"steps": steps} | (beam or {})}
+    device = open_device("camera_holography", frames=frames, camera=settings | camera, **places)
     assert isinstance(device, CameraDevice)
     return device
 

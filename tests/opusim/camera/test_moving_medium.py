@@ -27,15 +27,9 @@ FRAME_S = 0.21
 def moving(tau: float, seed: int, *, n_outputs: int = 1500, frames: int = 0, **camera: Any) -> CameraDevice:
     drift = {"decorrelation_s": tau, "seconds_per_step": 1.0, "within_call": True}
     projection = {"frames_per_projection": 2 * camera.get("reference_beam", {"steps": 2})["steps"]}
-    return open_device(
-        "camera_low_light",
-        n_inputs=10,
-        n_outputs=n_outputs,
-        seed=seed,
-        medium={"seed": seed},
-        frames=projection,
-        camera={"sensor": SILENT, "anchor": {"frames": frames}, "drift": drift} | camera,
-    )
+    settings = {"sensor": SILENT, "anchor": {"frames": frames}, "drift": drift} | camera
+    window = {"n_inputs": 10, "n_outputs": n_outputs, "seed": seed, "medium": {"seed": seed}}
+    return open_device("camera_low_light", frames=projection, camera=settings, **window)
 
 
 def rows_of(rows: int, seed: int) -> torch.Tensor:

@@ -70,10 +70,8 @@ BLANK = {"reading_variance": lambda self, x: CrossbarDevice.reading_variance(sel
 FINE = {"converter": property(lambda self: type(self._converter)())}
 FLIPPED = {"_multiply_transposed": lambda self, x: CrossbarDevice._multiply_transposed(self, x.flip(1))}
 QUIET = {"described_noise": property(blank_noise)}
-PRODUCTS, TIME = (
-    "test_products_are_those_of_the_told_matrix",
-    "test_time_changes_the_told_matrix_and_nothing_else",
-)
+PRODUCTS = "test_products_are_those_of_the_told_matrix"
+TIME = "test_time_changes_the_told_matrix_and_nothing_else"
 
 
 @pytest.mark.parametrize(
@@ -93,10 +91,8 @@ def test_a_broken_crossbar_is_found(base: type, changes: dict, converter: dict, 
     class Contract(DeviceContract):
         def open_window(self, **options: Any) -> NoisyDevice:
             source = FILE if base is LabCrossbar else "pcm"
-            description = load_description(
-                source, {"crossbar": {"converter": converter}} if converter else None
-            )
-            return changed(base, **changes)(description, **WINDOW, **options).open()
+            described = load_description(source, {"crossbar": {"converter": converter}} if converter else {})
+            return changed(base, **changes)(described, **WINDOW, **options).open()
 
     with pytest.raises(AssertionError):
         getattr(Contract(), test)()
@@ -202,7 +198,6 @@ def test_bounds_are_those_of_the_spread_and_of_the_lattice() -> None:
     low, high = LAWS[2].variance_bounds()
     assert 3 * 0.04**2 < float(low) < 3 * (0.04**2 + 0.1**2 / 12)  # on a code, rounding adds less
     assert float(high) == pytest.approx(3 * (0.09**2 + 0.1**2 / 12), rel=1e-3)
-    quiet = ConverterLatticeNoise(
-        step=0.1, std_low=0.0, std_high=0.001, conversions=1, clips=False, n_outputs=5
-    )
+    small = {"std_low": 0.0, "std_high": 0.001, "conversions": 1, "clips": False, "n_outputs": 5}
+    quiet = ConverterLatticeNoise(step=0.1, **small)
     assert [float(bound) for bound in quiet.variance_bounds()] == [0.0, pytest.approx(0.1**2 / 4)]

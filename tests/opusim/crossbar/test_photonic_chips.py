@@ -39,9 +39,8 @@ sys.path.remove(str(PACKAGE))
 
 def mesh_of(n_inputs: int, n_outputs: int, **changes: Any) -> NoisyDevice:
     """Open a chip of 16 ports without errors, but for the changes."""
-    described = load_description(
-        "mzi_mesh", {"n_inputs": 16, "n_outputs": 16, "mesh": {**PERFECT_CHIP, **changes}}
-    )
+    ports = {"n_inputs": 16, "n_outputs": 16}
+    described = load_description("mzi_mesh", {**ports, "mesh": {**PERFECT_CHIP, **changes}})
     return open_described(described, n_inputs=n_inputs, n_outputs=n_outputs)
 
 
@@ -114,9 +113,7 @@ def test_splitters_err_as_published() -> None:
     sigma = 0.004
     wanted = 2 * 23 * sigma**2  # planted: one splitter for each
     mean_errors(
-        lambda mesh, rng: mesh.field(sigma * rng.normal(size=(len(mesh.modes), 2))),
-        wanted,
-        planted=wanted / 2,
+        lambda m, rng: m.field(sigma * rng.normal(size=(len(m.modes), 2))), wanted, planted=wanted / 2
     )
 
 
@@ -203,11 +200,8 @@ def transmission(wanted: torch.Tensor, amplitude: float) -> float:
     padded = np.zeros((16, 16))
     padded[: wanted.shape[0], : wanted.shape[1]] = wanted.double().numpy()
     left, values, right = np.linalg.svd(padded)
-    field = (
-        decomposed(left).field(amplitude=amplitude)
-        @ np.diag(values)
-        @ decomposed(right).field(amplitude=amplitude)
-    )
+    left, right = (decomposed(each).field(amplitude=amplitude) for each in (left, right))
+    field = left @ np.diag(values) @ right
     return float(np.real(np.sum(padded * field)) / np.sum(padded**2))
 
 
@@ -264,10 +258,8 @@ def banks(wanted: np.ndarray, channels: int, finesse: float, crosstalk: float, m
     for i in range(rows):
         shares = [(1 + reach * w) / 2 for w in wanted[i]]
         set_to = [2 * math.asin(math.pi / (2 * finesse) * math.sqrt(1 / each - 1)) for each in shares]
-        shifts = [
-            set_to[k] + crosstalk * sum(set_to[n] for n in (k - 1, k + 1) if 0 <= n < columns) + moved
-            for k in range(columns)
-        ]
+        around = [sum(set_to[n] for n in (k - 1, k + 1) if 0 <= n < columns) for k in range(columns)]
+        shifts = [set_to[k] + crosstalk * around[k] + moved for k in range(columns)]
         for j in range(columns):
             through = math.prod(1 - share(spacing * (j - k) - shifts[k]) for k in range(columns))
             found[i, j] = (1 - 2 * through) / reach

@@ -16,14 +16,13 @@ from opusim.description.crossbar import ProductSettings
 from opusim.description.schema import load_description
 from opusim.noise import rounded_variance
 from opusim.randomness.streams import NoiseStream, SeededStream
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, ternary, with_threads
 from tests.oracles.conductance_moments import moments
 
 SURE = 5.0
 CONVERTER = Converter(input_bits=6, output_bits=7, output_bound=2.7, tile_inputs=7)
-SETTINGS = ProductSettings(
-    output_std=0.05, weight_std=0.03, current_std=0.08, ir_drop=1.3, ir_drop_conductance_ratio=270.0
-)
+SPREADS = {"output_std": 0.05, "weight_std": 0.03, "current_std": 0.08}
+SETTINGS = ProductSettings(**SPREADS, ir_drop=1.3, ir_drop_conductance_ratio=270.0)
 
 
 class Given(NoiseStream):  # gives the same numbers that the loop below uses
@@ -47,12 +46,11 @@ def looped(x: np.ndarray, w: np.ndarray, normal: np.ndarray) -> np.ndarray:
             weights, n = w[out, start : start + 7], len(w[out, start : start + 7])
             a = n / 270.0 * sum(abs(u) * abs(v) for u, v in zip(weights, shown, strict=True))
             c = 0.05 * a**3 - 0.2 * a**2 + 0.5 * a
-            drop = sum(
-                u * v * (1 - (1 - j / n) ** 2) for j, (u, v) in enumerate(zip(weights, shown, strict=True))
-            )
-            mean = sum(u * v for u, v in zip(weights, shown, strict=True)) - 1.3 * c * drop
+            pairs = list(zip(weights, shown, strict=True))
+            drop = sum(u * v * (1 - (1 - j / n) ** 2) for j, (u, v) in enumerate(pairs))
+            mean = sum(u * v for u, v in pairs) - 1.3 * c * drop
             variance = 0.05**2 + 0.03**2 * sum(v * v for v in shown)
-            variance += 0.08**2 * sum(abs(u) * v * v for u, v in zip(weights, shown, strict=True))
+            variance += 0.08**2 * sum(abs(u) * v * v for u, v in pairs)
             code = round((mean + math.sqrt(variance) * normal[tile, row, out]) / (2.7 / 63))
             total[row, out] += min(max(code, -63), 63) * 2.7 / 63
     return total
@@ -107,14 +105,8 @@ def test_the_kernel_and_the_torch_operations_agree() -> None:
     read = mean + (constant[:, None] + 0.08**2 * current).sqrt() * normal[0]
     step = float(read.abs().amax(dim=1).median()) / 63  # about half of the rows meet the bound
     total, saturated = torch.zeros(9, 11), torch.zeros(9, dtype=torch.bool)
-    add_codes(
-        total.numpy(),
-        saturated.numpy(),
-        *(part.numpy() for part in (*parts, normal[0])),
-        0.08**2,
-        np.float32(step),
-        np.float32(63),
-    )
+    arrays = (each.numpy() for each in (total, saturated, *parts, normal[0]))
+    add_codes(*arrays, 0.08**2, np.float32(step), np.float32(63))
     codes = (read / step).round()
     assert torch.allclose(total, codes.clamp(-63, 63) * step, atol=1e-6)
     met = (codes.abs() >= 63).any(dim=1)
@@ -124,18 +116,11 @@ def test_the_kernel_and_the_torch_operations_agree() -> None:
 
 @pytest.mark.compiled
 def test_threads_do_not_change_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randint(-1, 2, (64, 20), generator=torch.Generator().manual_seed(1)).float()
+    x = ternary(64, 20, 1)
     w = (torch.rand(300, 20, generator=torch.Generator().manual_seed(2)) * 2**14).round() / 2**14
-    product, found = TiledProduct(w, CONVERTER, SETTINGS.model_copy(update={"ir_drop": 0.0})), []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            monkeypatch.setattr(products, "_ELEMENTS_PER_THREAD", 64)
-            found.append(product.read(x, SeededStream(5, "t")))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    product = TiledProduct(w, CONVERTER, SETTINGS.model_copy(update={"ir_drop": 0.0}))
+    monkeypatch.setattr(products, "_ELEMENTS_PER_THREAD", 64)
+    assert torch.equal(*with_threads(lambda: product.read(x, SeededStream(5, "t")), 1, 3))
 
 
 def test_the_limits_of_the_noise_hold_for_every_input() -> None:

@@ -316,9 +316,8 @@ with open_device("gaussian", n_inputs=4, n_outputs=4, access={"exclusive": True}
     print("open", flush=True)
     sys.stdin.read()
 """
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
     assert holder.stdin is not None
     try:
         assert holder.stdout.readline() == "open\n"

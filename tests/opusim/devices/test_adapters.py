@@ -205,8 +205,14 @@ def test_plans_of_bluesky_count_readings_and_close_a_device_that_fails() -> None
     assert len(set(map(id, opened))) == 1
     refuses(Exception, "the laser is off", documents_of, detector, lambda opu: plans.count([opu]))
     assert not any(device.is_open for device in opened)
+    taken = {"scanned": {"camera.name": 1.0}}
     refuses(
-        ValueError, "name' ends in .* taken", ophyd_detector, "camera", read, scanned={"camera.name": 1.0}
+        ValueError,
+        "'camera.name' ends in a name that is taken, 'name'",
+        ophyd_detector,
+        "camera",
+        read,
+        **taken,
     )
 
 

@@ -91,10 +91,8 @@ def test_without_reference_mirrors_rows_sum_to_zero() -> None:
 
 def test_masked_pixels_leave_a_window_the_first_outputs_of_a_larger_one() -> None:
     window = {"n_inputs": 12, "camera": {"anchor": {"frames": 0}}}
-    with (
-        open_device("camera", n_outputs=30, **window) as small,
-        open_device("camera", n_outputs=5000, **window) as large,
-    ):
+    small, large = (open_device("camera", n_outputs=n, **window) for n in (30, 5000))
+    with small, large:
         np.testing.assert_array_equal(large.speckle.pixels[:30], small.speckle.pixels)
         intensity = np.sum(large.speckle.anchor**2, axis=0) / (2 * 24)
         assert 0.1 <= intensity.min() <= intensity.max() <= 3.5

@@ -52,18 +52,15 @@ def test_its_matrix_is_lightonml_s_own_of_our_seed_with_unit_entries() -> None:
     with simulated(medium={"seed": 5 + 2**32}) as device:
         matrix = device.matrix().numpy()
     std = 1 / np.sqrt(12)
-    expected = np.random.RandomState([5, 1]).normal(loc=0.0, scale=std, size=(12, 40)).astype(
-        np.float32
-    ).T * np.sqrt(12)
+    drawn = np.random.RandomState([5, 1]).normal(loc=0.0, scale=std, size=(12, 40))
+    expected = drawn.astype(np.float32).T * np.sqrt(12)
     np.testing.assert_allclose(matrix, expected, rtol=1e-6)
     with simulated(medium={"seed": 6}) as other:
         assert not np.array_equal(other.matrix().numpy(), matrix)
 
 
 def test_hardware_without_its_driver_is_one_clear_line_and_states_no_law() -> None:
-    refuses(
-        DeviceUnavailable, "lightonopu.*take", open_device, "lighton_appliance", n_inputs=12, n_outputs=40
-    )
+    refuses(DeviceUnavailable, "needs LightOn's driver lightonopu.*take", open_device, "lighton_appliance")
     from opusim.description.schema import load_description
     from opusim.devices.lighton import LightonDevice
 
@@ -204,10 +201,8 @@ device.project(torch.ones(3, 10))
 print(os.getpid(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    path = os.pathsep.join([str(DOUBLE), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DOUBLE), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
     assert done.stdout.strip() in {file.read_text() for file in tmp_path.glob("*.pid")}
     with appliance(section) as device:

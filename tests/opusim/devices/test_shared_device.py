@@ -183,8 +183,8 @@ TRAPS: list[Callable[[Path, Path], None]] = [symlink, hard_link, named_pipe, oth
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_the_lock_of_a_device_or_run_writes_into_no_other_file(
-    tmp_path: Path, trap: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+def test_locks_of_devices_and_runs_write_into_no_other_file(
+    tmp_path: Path, trap: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     run, victims = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
@@ -203,10 +203,8 @@ def test_a_lock_names_its_holder_and_is_given_back(tmp_path: Path) -> None:
     path = tmp_path / "device.lock"
     for _ in range(2):
         with held(path):
-            with (
-                pytest.raises(LockHeld, match=f"process {os.getpid()} on {socket.gethostname()}"),
-                held(path),
-            ):
+            told = f"process {os.getpid()} on {socket.gethostname()}"
+            with pytest.raises(LockHeld, match=told), held(path):
                 pass
             assert path.read_text().startswith(f"process {os.getpid()} on")
     other = tmp_path / "other.lock"

@@ -52,17 +52,13 @@ SAME: list[tuple[str, dict[str, Any], np.ndarray]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "x"), SAME, ids=[f"{row[0]}-{n}" for n, row in enumerate(SAME)]
-)
+@pytest.mark.parametrize(("name", "arguments", "x"), SAME, ids=range(len(SAME)))
 def test_the_code_is_lightonmls(theirs: Any, name: str, arguments: dict[str, Any], x: np.ndarray) -> None:
     with quiet():
         oracle = getattr(theirs, name)(
             **arguments
         )  # with thresholds of its own, its fit fails on today's numpy
-        wanted = (
-            oracle if isinstance(arguments.get("thresholds"), list | np.ndarray) else oracle.fit(x)
-        ).transform(x)
+        wanted = (oracle if "thresholds" in arguments else oracle.fit(x)).transform(x)
     encoder = getattr(base, name)(**arguments)
     found = encoder.fit(x).transform(x)
     np.testing.assert_array_equal(found, wanted)
@@ -93,12 +89,10 @@ def test_decoders_are_lightonmls(theirs: Any, sides: int) -> None:
     with quiet():
         joined = theirs.SeparatedBitPlanDecoder(**told).transform(readings)
         wide = theirs.ConcatenatingBitPlanDecoder(n_bits=8, decoding_decay=0.3).transform(readings)
-    np.testing.assert_allclose(
-        base.SeparatedBitPlanDecoder(**told).transform(readings), joined, rtol=1e-4, atol=1e-5
-    )
-    found = base.ConcatenatingBitPlanDecoder(n_bits=8, decoding_decay=0.3).transform(
-        torch.from_numpy(readings)
-    )
+    found = base.SeparatedBitPlanDecoder(**told).transform(readings)
+    np.testing.assert_allclose(found, joined, rtol=1e-4, atol=1e-5)
+    decoder = base.ConcatenatingBitPlanDecoder(n_bits=8, decoding_decay=0.3)
+    found = decoder.transform(torch.from_numpy(readings))
     np.testing.assert_allclose(found.numpy(), wide, rtol=1e-5)
 
 
@@ -127,9 +121,8 @@ def test_a_decoder_class_is_made_with_what_the_encoder_knows() -> None:
     opu = OPU(n_components=40, simulated=True).fit1d(REALS)
     encoder = base.Float32Encoder(sign_bit=False, exp_bits=2, mantissa_bits=1)
     joined = opu.transform(REALS, encoder_cls=encoder, decoder_cls=base.MixingBitPlanDecoder)
-    np.testing.assert_array_equal(
-        joined, base.MixingBitPlanDecoder(n_bits=3).transform(opu.transform(encoder.transform(REALS)))
-    )
+    planes = opu.transform(encoder.transform(REALS))
+    np.testing.assert_array_equal(joined, base.MixingBitPlanDecoder(n_bits=3).transform(planes))
     assert joined.context.frames == 27
 
 
@@ -157,9 +150,10 @@ def test_what_lightonml_encodes_in_silence_is_refused(encoder: Any, x: Any, kind
     refuses(kind, words, lambda: encoder.fit(x).transform(x))
 
 
-@pytest.mark.parametrize(
-    "encoder", [base.BinaryThresholdEncoder(), base.MultiThresholdEncoder(), base.SequentialBaseTwoEncoder()]
-)
+LEARNT = [base.BinaryThresholdEncoder(), base.MultiThresholdEncoder(), base.SequentialBaseTwoEncoder()]
+
+
+@pytest.mark.parametrize("encoder", LEARNT)
 def test_learnt_codes_need_a_fit(encoder: Any) -> None:
     refuses(NotFittedError, "learns its constants from data; call fit", encoder.transform, REALS)
     refuses(ValueError, "7 features as input", lambda: encoder.fit(REALS).transform(REALS[:, :5]))
@@ -183,9 +177,7 @@ def test_an_autoencoder_learns_a_code() -> None:
         assert model.training
         before = F.mse_loss(model(x), x).item()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        trained = models.train(
-            model, loader, optimizer, epochs=12, beta_interval=6, device="cpu", verbose=False
-        )
+        trained = models.train(model, loader, optimizer, 12, beta_interval=6, device="cpu", verbose=False)
         assert F.mse_loss(trained(x), x).item() < 0.8 * before
         code = trained.eval()(x)
         assert (code.shape, code.dtype) == ((128, 48), torch.uint8)
@@ -202,12 +194,5 @@ def test_a_convolutional_autoencoder_flattens_its_code() -> None:
     assert model.eval()(images).shape == (8, 3 * 36)
     model.flatten = False
     assert model(images).shape == (8, 3, 6, 6)
-    refuses(
-        ValueError,
-        "gives no batch",
-        models.train,
-        model,
-        [],
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        device="cpu",
-    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refuses(ValueError, "dataloader gives no batch", models.train, model, [], optimizer, device="cpu")

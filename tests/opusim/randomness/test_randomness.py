@@ -138,9 +138,7 @@ def test_planted_faults_are_seen(seed: int) -> None:
     assert not statistics_are_standard(x * (1 + step))
     assert not statistics_are_standard(x / (1 + step))
     assert not statistics_are_standard(np.clip(x, -3, 3))
-    assert not statistics_are_standard(
-        np.concatenate([x[:150_000], x[:150_000]]) * np.repeat([1, -1], 150_000)
-    )
+    assert not statistics_are_standard(np.concatenate([x[:150_000], -x[:150_000]]))
     assert not statistics_are_standard(np.repeat(x[::2], 2))
 
 

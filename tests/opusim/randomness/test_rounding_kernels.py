@@ -150,10 +150,8 @@ def test_both_numbers_of_a_pair_get_the_same_further_digits() -> None:
 
 @pytest.mark.parametrize("sine", [False, True])
 def test_the_turn_of_a_pair_is_its_point(sine: bool, seed: int) -> None:
-    for word in [
-        *(0, 2**61, 2**62, 2**63, 2**64 - 1),
-        *np.random.default_rng(seed).integers(0, 2**64, 50, np.uint64).tolist(),
-    ]:
+    words = np.random.default_rng(seed).integers(0, 2**64, 50, np.uint64).tolist()
+    for word in [0, 2**61, 2**62, 2**63, 2**64 - 1, *words]:
         pair = naive_philox.normal_pair(2**31, 0, word >> 32)
         radius = math.hypot(*pair)
         turn = turn_of_pair(word, sine=sine) / 2**64
@@ -166,10 +164,8 @@ def seeded_digits(count: int, seed: int, purpose: str, step: int, reading: int) 
     further = derive_seed(own, "further digits")
     words = np.zeros((-(-count // CHUNK), 4, PAIRS), np.uint64)
     for chunk in range(len(words)):
-        blocks = [
-            naive_philox.philox4x32((256 * chunk + i, reading, step & 0xFFFFFFFF, step >> 32), own)
-            for i in range(256)
-        ]
+        rest = reading, step & 0xFFFFFFFF, step >> 32
+        blocks = [naive_philox.philox4x32((256 * chunk + i, *rest), own) for i in range(256)]
         for pair, (first, second) in enumerate([b[:2] for b in blocks] + [b[2:] for b in blocks]):
             counter = (PAIRS * chunk + pair, reading, step & 0xFFFFFFFF, step >> 32)
             more, last, _, _ = naive_philox.philox4x32(counter, further)

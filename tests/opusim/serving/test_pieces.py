@@ -134,12 +134,8 @@ def test_only_the_laboratory_adds_keys(tmp_path: Path, mode: int) -> None:
     assert Users(folder).own.name == "server"
 
 
-ARRAYS = (
-    np.arange(6, dtype=np.int8).reshape(2, 3),
-    np.arange(4, dtype=">f4"),
-    np.zeros((0, 5), dtype=np.float32),
-    np.float64([[1.5]]),
-)
+ARRAYS = np.arange(6, dtype=np.int8).reshape(2, 3), np.arange(4, dtype=">f4")
+ARRAYS = *ARRAYS, np.zeros((0, 5), dtype=np.float32), np.float64([[1.5]])
 
 
 def test_a_message_and_errors_of_other_classes_come_back() -> None:
@@ -198,34 +194,23 @@ def test_errors_come_back_as_they_were(error: Exception) -> None:
 
 def test_laws_cross_without_loss() -> None:
     rates = np.linspace(1, 2, 8).reshape(2, 4)
+    counts = {"rate_low": rates, "rate_high": 2 * rates, "weight": rates, "added_variance": np.arange(4.0)}
+    spread = {"std_low": 0.1, "std_high": 0.3, "n_outputs": 4}
     laws = (
         GaussianNoise(std=0.1, n_outputs=4),
         GaussianNoise(std=np.linspace(1, 2, 4), n_outputs=4, beta=1e-6),
-        PhotonCountNoise(rate_low=rates, rate_high=2 * rates, weight=rates, added_variance=np.arange(4.0)),
-        FluctuatingCountNoise(
-            rate_low=rates,
-            rate_high=2 * rates,
-            power_law="gaussian",
-            power_rms=0.01,
-            weight=rates,
-            added_variance=np.arange(4.0),
-            beta=1e-6,
-        ),
-        SignalGaussianNoise(std_low=0.1, std_high=0.3, n_outputs=4),
-        ConverterLatticeNoise(
-            step=0.1, std_low=0.1, std_high=0.3, conversions=2, clips=False, n_outputs=4, beta=1e-6
-        ),
+        PhotonCountNoise(**counts),
+        FluctuatingCountNoise(**counts, power_law="gaussian", power_rms=0.01, beta=1e-6),
+        SignalGaussianNoise(**spread),
+        ConverterLatticeNoise(**spread, step=0.1, conversions=2, clips=False, beta=1e-6),
     )
     for law in laws:
         assert unpacked_law(*packed_law(law)) == law
         half = law_of_outputs(law, slice(1, 3))
         assert half.n_outputs == 2
         assert (type(half), half.beta) == (type(law), law.beta)
-        for bound in (0, 1):
-            whole, part = (
-                np.broadcast_to(each.variance_bounds()[bound], n) for each, n in ((law, 4), (half, 2))
-            )
-            assert np.array_equal(whole[1:3], part)
+        for whole, part in zip(law.variance_bounds(), half.variance_bounds(), strict=True):
+            assert np.array_equal(np.broadcast_to(whole, 4)[1:3], np.broadcast_to(part, 2))
     assert unpacked_law(*packed_law(None)) is None
 
 
@@ -293,15 +278,9 @@ def test_one_user_does_not_take_all_places() -> None:
 
 
 def entry(user: str, run: str, day: int, frames: int) -> Entry:
-    return Entry(
-        time=f"2026-11-{day:02d}T10:00:00+00:00",
-        device="opu",
-        user=user,
-        run=run,
-        calls=2,
-        used=Usage(frames=frames, seconds=frames * 0.5, joules=frames * 15.0, host_seconds=frames * 3.8),
-        busy_s=0.25,
-    )
+    time, used = f"2026-11-{day:02d}T10:00:00+00:00", (frames, frames * 0.5, frames * 15.0, frames * 3.8)
+    spent = Usage(**dict(zip(("frames", "seconds", "joules", "host_seconds"), used, strict=True)))
+    return Entry(time=time, device="opu", user=user, run=run, calls=2, used=spent, busy_s=0.25)
 
 
 def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:

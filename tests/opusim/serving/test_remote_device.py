@@ -103,9 +103,10 @@ def test_a_window_reads_the_columns_of_the_whole(lab: Laboratory, name: str, law
 
 def test_a_shared_device_hides_the_inputs_and_outputs_of_others(lab: Laboratory) -> None:
     served = {"access": {"exclusive": True}, "n_inputs": 16, "n_outputs": 64, "noise": {"sigma": 0.0}}
+    window = {"n_inputs": 12, "n_outputs": 24}
     with (
         serving(lab, "gaussian", served) as address,
-        open_device(f"{address}?outputs_from=40", n_inputs=12, n_outputs=24) as remote,
+        open_device(f"{address}?outputs_from=40", **window) as remote,
     ):
         read, told = remote.project(X), remote.require("matrix").matrix()
     with open_device("gaussian", n_inputs=12, n_outputs=64, noise={"sigma": 0.0}) as local:
@@ -122,11 +123,7 @@ def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: La
         for act in (lambda: programming.program(matrix), lambda: waiting.wait(60.0)):
             refuses(CapabilityMissing, "changes the device for its other clients", act)
         with open_device(f"{address}?exclusive", n_outputs=30) as part:
-            refuses(
-                ValueError,
-                "is written as a whole, 12 inputs and 40 outputs",
-                lambda: part.require("program").program(matrix[:30]),
-            )
+            refuses(ValueError, "a whole, 12 inputs and 40 out", part.require("program").program, matrix[:30])
         with open_device(f"{address}?exclusive") as alone:
             realised = alone.require("program").program(matrix)
             assert torch.equal(alone.require("matrix").matrix(), realised)
@@ -164,11 +161,7 @@ def test_what_a_user_programmed_is_not_shown_to_another(lab: Laboratory, monkeyp
             assert torch.equal(device.require("matrix").matrix(), written)
         lab.become("alice", monkeypatch)
         with open_device(address) as device:
-            refuses(
-                DeviceUnavailable,
-                "holds what another user programmed; program it yourself",
-                lambda: device.require("matrix").matrix(),
-            )
+            refuses(DeviceUnavailable, "another user programmed; program it", device.require("matrix").matrix)
 
 
 def test_a_lost_matrix_is_noticed(lab: Laboratory) -> None:
@@ -196,10 +189,8 @@ def test_products_are_those_of_the_local_device(lab: Laboratory) -> None:
         assert remote.noise == local.noise
         assert torch.equal(remote.require("multiply").multiply(x), local.require("multiply").multiply(x))
         rows = torch.linspace(-1, 1, 80).reshape(2, 40)
-        assert torch.equal(
-            remote.require("multiply_transposed").multiply_transposed(rows),
-            local.require("multiply_transposed").multiply_transposed(rows),
-        )
+        turned = (each.require("multiply_transposed") for each in (remote, local))
+        assert torch.equal(*(each.multiply_transposed(rows) for each in turned))
         assert torch.equal(remote.require("wait").wait(60.0), local.require("wait").wait(60.0))
         assert remote.noise == local.noise
         assert remote.usage == local.usage
@@ -276,11 +267,7 @@ def test_another_description_or_medium_is_noticed(lab: Laboratory) -> None:
     options = {**stored.options, "fingerprint": "ff" * 32}
     changed = stored.model_copy(update={"options": options})
     with serving(lab, "gaussian", bind=bind):
-        refuses(
-            DeviceFault,
-            "its medium is another one now",
-            lambda: type(device)(changed, n_inputs=12, n_outputs=40).open(),
-        )
+        refuses(DeviceFault, "medium is another one", type(device)(changed, n_inputs=12, n_outputs=40).open)
     with serving(lab, "gaussian", bind=bind), device.open():
         assert device.project(X).shape == (16, 40)
 

@@ -108,16 +108,11 @@ def reading(change: Any) -> dict[str, Any]:
     return {"_project": lambda self, x: change(self, GaussianDevice._project(self, x))}
 
 
-LINEAR, NOISY = (
-    "test_readings_are_linear_and_of_unit_entries",
-    "test_the_noise_of_readings_is_the_reported_one",
-)
-PRODUCTS, STAYS = (
-    "test_products_are_those_of_the_told_matrix",
-    "test_the_matrix_stays_over_opening_and_closing",
-)
-FRESH, DRAWN = "test_every_reading_has_fresh_noise", "test_the_noise_drawn_is_the_reported_one"
-BATCH, SEEK = "test_a_reading_does_not_depend_on_its_batch", "test_seek_repeats_a_step_in_experiment"
+LINEAR, FRESH = "test_readings_are_linear_and_of_unit_entries", "test_every_reading_has_fresh_noise"
+PRODUCTS, SEEK = "test_products_are_those_of_the_told_matrix", "test_seek_repeats_a_step_in_experiment"
+BATCH, DRAWN = "test_a_reading_does_not_depend_on_its_batch", "test_the_noise_drawn_is_the_reported_one"
+NOISY = "test_the_noise_of_readings_is_the_reported_one"
+STAYS = "test_the_matrix_stays_over_opening_and_closing"
 DECLARES = "test_it_can_do_what_it_declares_and_names_what_it_lacks"
 BROKEN: dict[str, tuple[type[NoisyDevice], dict[str, Any], str]] = {
     "5 % less noise than it says": (

@@ -17,7 +17,6 @@ from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from tests.opusim.common import refuses
-from tests.support.packages import install
 
 pytestmark = pytest.mark.compiled
 
@@ -65,14 +64,6 @@ def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
         mean = device.project(X.repeat(300, 1)).mean(0)
         expected = -(X @ device.matrix().T)[0]
         assert float(torch.corrcoef(torch.stack([mean, expected]))[0, 1]) > 0.99
-
-
-def test_an_installed_kind_of_camera_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {"bench_camera": f"{__name__}:BenchCamera"}
-    install(monkeypatch, tmp_path / "lab", "bench", "opusim.devices", points)
-    monkeypatch.setattr(kinds, "_registered", {})
-    with open_device(file(tmp_path, "bench_camera"), **WINDOW) as device:
-        assert isinstance(device, BenchCamera)
 
 
 def test_the_cameras_own_kind_takes_no_options_and_others_no_camera(tmp_path: Path) -> None:

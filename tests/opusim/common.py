@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
+from typer.testing import CliRunner
 
+from opusim.camera.speckle import medium_weights
+from opusim.cli import app
 from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
 
+RUNNER = CliRunner(env={"COLUMNS": "200"})
 SILENT: dict[str, Any] = {"shot_noise": False, "full_well_e": None, "read_noise_e": 0.0, "adc_bits": None}
 """A camera's sensor without noise, saturation and rounding; its fixed pattern stays."""
 EXACT: dict[str, Any] = {
@@ -64,6 +68,12 @@ def z_of_variance(values: np.ndarray, variance: Any) -> float:
     return float((square.mean() - 1) / (square.std() / square.size**0.5))
 
 
+def covariance_of_media(one: float, other: float) -> float:
+    """Of the medium at two grid points, exact: media of different epochs are independent."""
+    left, right = dict(medium_weights(one)), dict(medium_weights(other))
+    return sum(weight * right.get(epoch, 0.0) for epoch, weight in left.items())
+
+
 def moments_agree(twin: Any, x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> bool:
     """Whether 3,000 readings of each vector have these moments, at five standard errors of the family.
 
@@ -96,3 +106,22 @@ def boxes_hold(twin: Any, x: torch.Tensor, tight: float) -> tuple[np.ndarray, np
     variance = twin.reading_variance(x).numpy()
     assert np.all((least <= variance * (1 + 1e-9)) & (variance <= largest * (1 + 1e-9)))
     return rates, high
+
+
+def run_device(*words: object, code: int = 0) -> str:
+    """Return what a command of `opusim device` prints; it ends with this exit code."""
+    done = RUNNER.invoke(app, [*map(str, words)])
+    assert done.exit_code == code, done.output
+    return done.stdout
+
+
+def device_refuses(error: type, said: str, *words: object) -> None:
+    """Check that a command of `opusim device` ends with an error of this class, which says so."""
+    refuses(error, said, RUNNER.invoke, app, [*map(str, words)], catch_exceptions=False)
+
+
+def spent_by(device: Any, call: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+    """Return what a device was used for by a call."""
+    before = device.usage
+    call(*given, **named)
+    return device.usage - before

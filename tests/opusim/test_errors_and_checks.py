@@ -58,7 +58,7 @@ def test_positive_refuses_by_name(bad: object) -> None:
     refuses(ValueError, r"^sigma = .*: .* above 0; lower it$", checks.positive, sigma=bad, remedy="lower it")
 
 
-def test_types_are_told_apart_from_values_in_one_line() -> None:
+def test_checks_name_types_limits_choices_and_shapes() -> None:
     refuses(TypeError, "sigma = 'a': must be a real number, not str", checks.positive, sigma="a")
     refuses(TypeError, "flag = True: must be a real number, not bool", checks.finite, flag=True)
     refuses(TypeError, "n = True: must be an integer, not bool", checks.integer, n=True)
@@ -66,15 +66,18 @@ def test_types_are_told_apart_from_values_in_one_line() -> None:
         checks.finite(x=np.full(1000, np.nan))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 120
-
-
-def test_limits_belong_to_the_range() -> None:
     checks.in_range(0, 1, p=0, q=1)
     checks.integer(n=np.int64(3), minimum=3, maximum=3)
     checks.non_negative(x=0)
     refuses(ValueError, r"p = 1.5: must lie in \[0, 1\]", checks.in_range, 0, 1, p=1.5)
     refuses(ValueError, r"p = nan: must lie in \[0, inf\]", checks.in_range, 0, np.inf, p=np.nan)
     refuses(ValueError, r"n = 2: must be at least 3", checks.integer, n=2, minimum=3)
+    checks.choice(("a", "b"), mode="a")
+    checks.shape((None, 3), x=np.zeros((7, 3)))
+    refuses(ValueError, "mode = 'c': must be one of 'a', 'b'", checks.choice, ("a", "b"), mode="c")
+    refuses(TypeError, "x = 1: must be Tensor or ndarray", checks.instance, (torch.Tensor, np.ndarray), x=1)
+    for wrong in (np.zeros(3), np.zeros((3, 7)), np.zeros((7, 3, 1))):
+        refuses(ValueError, r"x has shape .*: must be \(any, 3\)", checks.shape, (None, 3), x=wrong)
 
 
 ENDS = {"both": {0, 1}, "left": {0}, "right": {1}, "neither": set()}
@@ -88,15 +91,6 @@ def test_the_ends_of_the_unit_interval(closed: str, allowed: set[int]) -> None:
             checks.in_unit_interval(closed=closed, p=value)
         else:
             refuses(ValueError, r"p = .* in [\[(]0, 1[\])]$", checks.in_unit_interval, closed=closed, p=value)
-
-
-def test_choice_instance_and_shape() -> None:
-    checks.choice(("a", "b"), mode="a")
-    checks.shape((None, 3), x=np.zeros((7, 3)))
-    refuses(ValueError, "mode = 'c': must be one of 'a', 'b'", checks.choice, ("a", "b"), mode="c")
-    refuses(TypeError, "x = 1: must be Tensor or ndarray", checks.instance, (torch.Tensor, np.ndarray), x=1)
-    for wrong in (np.zeros(3), np.zeros((3, 7)), np.zeros((7, 3, 1))):
-        refuses(ValueError, r"x has shape .*: must be \(any, 3\)", checks.shape, (None, 3), x=wrong)
 
 
 def test_a_forked_process_is_not_the_process_that_made_an_object() -> None:
@@ -125,7 +119,7 @@ def test_ternarize_follows_its_rule(values: list[float], threshold: float) -> No
     assert ternarize(torch.tensor(values), threshold).tolist() == naive
 
 
-def test_thresholds_and_infinity_have_their_sign_and_the_rest_is_refused() -> None:
+def test_codes_have_their_sign_and_refuse_by_name() -> None:
     e = torch.tensor([0.27, -0.27, math.inf, -math.inf], dtype=torch.float64)
     code = ternarize(e, 0.27)
     assert code.tolist() == [0, 0, 1, -1]
@@ -134,9 +128,6 @@ def test_thresholds_and_infinity_have_their_sign_and_the_rest_is_refused() -> No
     refuses(ValueError, r"threshold = -0.1: must be finite and at least 0", ternarize, torch.zeros(1), -0.1)
     refuses(ValueError, "threshold = nan", ternarize, torch.zeros(1), math.nan)
     refuses(TypeError, "complex64: must be real", ternarize, torch.zeros(1, dtype=torch.complex64), 0.1)
-
-
-def test_binarize_follows_its_rule_and_refuses_by_name() -> None:
     e = 2 * torch.rand(6, 30, generator=torch.Generator().manual_seed(5)) - 1
     assert torch.equal(binarize(e, 0.1), (e > 0.1).float())
     refuses(ValueError, "no binary code", binarize, torch.tensor([math.nan]), 0.0)

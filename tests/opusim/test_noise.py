@@ -61,16 +61,13 @@ def test_models_differ_by_law_and_number_and_laws_by_class_and_name() -> None:
     refuses(TypeError, "law = 'gaussian' is taken", type, "Gaussian", (NoiseModel,), {"law": "gaussian"})
 
 
-def test_gaussian_scales_and_reports_its_weakest_output() -> None:
+def test_a_gaussian_law_scales_and_cannot_be_changed() -> None:
     noise = GaussianNoise(std=np.array([0.3, 0.1, 0.2]), n_outputs=3)
     assert noise.min_std == 0.1
     assert not noise.is_uniform
     np.testing.assert_array_equal(noise.scaled(-2.7).std, noise.std * 2.7)
     np.testing.assert_allclose(noise.scaled(2.7).variance(), noise.variance() * 2.7**2, rtol=1e-15)
     refuses(ValueError, "a gain is a finite constant other than 0", noise.scaled, 0.0)
-
-
-def test_a_model_cannot_be_changed() -> None:
     source = np.array([0.1, 0.2])
     noise = GaussianNoise(std=source, n_outputs=2)
     source[0] = 9.0

@@ -86,12 +86,17 @@ def test_readings_have_the_noise_of_their_temperature(kind: str, seed: int) -> N
         assert abs(1.1 * ratio.mean() - 1) > 5 * ratio.std() / ratio.size**0.5  # planted: 10 % more variance
 
 
-def test_bad_numbers_are_named() -> None:
+def test_thermal_noise_is_johnsons_and_bad_numbers_are_named() -> None:
     refuses(ValueError, "doubling_k = 0", replace, GAUSSIAN.dark, doubling_k=0.0)
     refuses(ValueError, "temperature_max_c = -40.0: must", replace, GAUSSIAN.dark, temperature_max_c=-40.0)
     refuses(ValueError, r"temperature_c = 71: must lie in \[-30, 70\]", GAUSSIAN.std, 71)
     with pytest.raises(ConfigError, match=r"noise.temperature_law: doublings = .*larger doubling_k"):
         load_description("gaussian_temperature", {"noise": {"temperature_law": {"doubling_k": 0.5}}})
+    # The charge of a voltage noise sqrt(4 k T R / (2 t)) across R in a time t, in electrons
+    ohm, us, kelvin = 2e6, 50.0, 310.0
+    volts = math.sqrt(4 * BOLTZMANN * kelvin * ohm / (2 * us * 1e-6))
+    electrons = volts / ohm * us * 1e-6 / CHARGE
+    assert thermal_charge_e2_per_k(ohm, us) * kelvin == pytest.approx(electrons**2, rel=1e-12)
 
 
 @pytest.mark.parametrize("law", [DOUBLING, ARRHENIUS, TABLE])
@@ -136,14 +141,6 @@ def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
         with open_device("camera_low_light", camera=settings, **WINDOW) as warm:
             assert law.std(t) ** 2 == pytest.approx(float(warm.reading_variance(X).mean()), rel=1e-9)
     assert law.std(60.0) > 1.5 * law.std(-30.0)  # temperature visibly matters on this preset
-
-
-def test_thermal_noise_is_johnsons() -> None:
-    """The charge of a voltage noise sqrt(4 k T R / (2 t)) across R in a time t, in electrons."""
-    ohm, us, kelvin = 2e6, 50.0, 310.0
-    volts = math.sqrt(4 * BOLTZMANN * kelvin * ohm / (2 * us * 1e-6))
-    electrons = volts / ohm * us * 1e-6 / CHARGE
-    assert thermal_charge_e2_per_k(ohm, us) * kelvin == pytest.approx(electrons**2, rel=1e-12)
 
 
 @given(temperature_c=st.floats(-30, 60))

@@ -125,13 +125,21 @@ def test_drift_time_is_found(moving: dict[str, bool], seed: int) -> None:
     assert found.high - found.low < 25
 
 
-def test_an_unchanged_device_agrees_with_its_certificate_and_a_quieter_one_is_below_it(seed: int) -> None:
+def test_quieter_colder_and_brighter_devices_are_below_their_certificate(seed: int) -> None:
     old, new = calibration("camera_low_light", seed), calibration("camera_low_light", seed + 1)
     assert all(row.agrees for row in compare(old.certificate, new))
     require_noise(old.certificate, new)
     old = calibration("gaussian", seed).certificate
     quiet = calibration("gaussian", seed, noise={"sigma": 0.02})
     refuses(NoiseBelowCertificate, "the smallest standard deviation is at most", require_noise, old, quiet)
+    old = calibration("camera_low_light", seed).certificate
+    cold = calibration("camera_low_light", seed, camera={"dark": {"temperature_c": 10.0}})
+    assert not next(row for row in compare(old, cold) if row.name == "dark_current_e_per_s").agrees
+    refuses(NoiseBelowCertificate, "the dark charge is at most", require_noise, old, cold)
+    bright = calibration("camera_low_light", seed, camera={"light": {"anchor_flux_per_s": 1250.0}})
+    law = bright.certificate.noise.model_copy(update={"light_ratio_low": 1.3})
+    with pytest.raises(NoiseBelowCertificate, match="the light is at least 1.3"):
+        require_noise(old, replace(bright, certificate=bright.certificate.model_copy(update={"noise": law})))
 
 
 @pytest.mark.slow
@@ -182,17 +190,6 @@ def test_a_camera_that_is_opened_under_more_light_than_certified_is_refused(
     else:
         with open_device("camera_low_light", **options) as device:
             device.seek(1)
-
-
-def test_a_colder_or_brighter_device_is_below_its_certificate(seed: int) -> None:
-    old = calibration("camera_low_light", seed).certificate
-    cold = calibration("camera_low_light", seed, camera={"dark": {"temperature_c": 10.0}})
-    assert not next(row for row in compare(old, cold) if row.name == "dark_current_e_per_s").agrees
-    refuses(NoiseBelowCertificate, "the dark charge is at most", require_noise, old, cold)
-    bright = calibration("camera_low_light", seed, camera={"light": {"anchor_flux_per_s": 1250.0}})
-    law = bright.certificate.noise.model_copy(update={"light_ratio_low": 1.3})
-    with pytest.raises(NoiseBelowCertificate, match="the light is at least 1.3"):
-        require_noise(old, replace(bright, certificate=bright.certificate.model_copy(update={"noise": law})))
 
 
 def test_a_check_does_not_pass_without_a_law_or_on_readings_that_fail(seed: int) -> None:

@@ -197,13 +197,10 @@ def test_what_is_no_measurement_is_refused_by_name(tmp_path: Path, text: str, me
     refuses(ConfigError, message, read_measurements, path)
 
 
-def test_a_target_above_the_largest_conductance_is_refused(tmp_path: Path) -> None:
+def test_targets_above_the_largest_and_readings_in_other_units_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "readings.csv"
     path.write_text("conductance,programmed,time\n" + "5,5,1\n" * 20)
     refuses(ConfigError, "conductance_us: 5 .* g_max_us = 4; raise g_max_us", read_measurements, path, 4.0)
-
-
-def test_readings_in_other_units_are_refused(tmp_path: Path) -> None:
     data = devices(30, 6)
     other = replace(data, value=25 * data.value)
     refuses(ConfigError, r"are 2[3-7]\.?\d* times the targets", fit, other, replicates=20)

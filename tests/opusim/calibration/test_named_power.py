@@ -26,13 +26,7 @@ PLAN = Plan(frames=64)
 
 
 class OtherLaser(Laser):
-    """A laser that is not as the description says.
-
-    Attributes:
-        fault: correlated, heavy (one frame in ten is six times as far off), or anchor (brighter frames vary more).
-    """
-
-    fault = ""
+    fault = ""  # correlated, heavy (one frame in ten is six times as far off), or anchor (brighter frames vary more)
 
     def powers(self, frames: int, stream: NoiseStream) -> np.ndarray:
         w = super().powers(frames, stream)

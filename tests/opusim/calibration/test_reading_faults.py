@@ -329,15 +329,12 @@ def test_each_stated_size_shows_and_a_fifth_of_it_does_not(seed: int) -> None:
         assert sum(statistic(make(size / 5)) < LEVEL for _ in range(12)) <= 2
 
 
-def test_a_cut_at_the_stated_distance_shows(seed: int) -> None:
+def test_cut_silent_and_shared_readings_show_at_the_stated_size(seed: int) -> None:
     random = np.random.default_rng(seed)
     limit = cut_tails(far_limits([(ROWS, COLUMNS)] * 3)[-1], ROWS).size
     assert 2.8 < limit < 3.4
     cut = [standardised(np.clip(random.standard_normal((ROWS, COLUMNS)), -limit, limit)) for _ in range(3)]
     assert far_out(cut) < LEVEL < far_out(standard(random))
-
-
-def test_silent_readings_and_stretches_show_with_probability_099(seed: int) -> None:
     share = missing_readings(1000).size
     assert (1 - share) ** 1000 == pytest.approx(0.01)
     random = np.random.default_rng(seed)
@@ -346,9 +343,6 @@ def test_silent_readings_and_stretches_show_with_probability_099(seed: int) -> N
     stretch[64:96, 3] *= 0.05
     for faulty in (one, stretch):
         assert least_energy([standardised(faulty)]) < LEVEL
-
-
-def test_a_value_that_outputs_share_shows_where_others_are_as_fine_as_their_type(seed: int) -> None:
     random = np.random.default_rng(seed)
     sound = random.standard_normal((ROWS, COLUMNS)).astype(np.float32)
     assert one_value(sound) > 1e-3

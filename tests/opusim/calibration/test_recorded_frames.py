@@ -171,12 +171,21 @@ class Hostile:
         return pytest.fail, ("a pickle was loaded",)
 
 
-def test_nothing_is_unpickled(arrays: Arrays, tmp_path: Path) -> None:
+def test_pickles_too_few_bits_and_too_much_data_are_refused(
+    arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     np.savez(tmp_path / "frames.npz", **arrays | {"dark": np.array([[[[Hostile()]]]])})
     refuses(ConfigError, "cannot be read", read_frames, tmp_path / "frames.npz")
     as_npy_stacks(tmp_path, arrays)
     (tmp_path / "dark_1us.npy").write_bytes(pickle.dumps(Hostile()))
     refuses(ConfigError, "cannot be read", read_frames, tmp_path)
+    path = as_npz(tmp_path, arrays)
+    assert read_frames(path, bits=14).bits == 14
+    refuses(ConfigError, r"8 bits do not hold the largest number", read_frames, path, bits=8)
+    refuses(ConfigError, "mono12p is packed .* uint16", read_frames, path, packing="mono12p")
+    np.savez_compressed(tmp_path / "frames.npz", flat=np.zeros(10**6, np.uint8))
+    monkeypatch.setattr("opusim.calibration.recorded.most_unpacked", lambda length: 100 * length)
+    refuses(ConfigError, r"1,000,\d+ bytes in memory.*numpy.savez", read_frames, tmp_path / "frames.npz")
 
 
 Writer = Callable[[Path, Arrays], Path]
@@ -236,13 +245,6 @@ def test_files_of_no_use(writers: list, file: str, words: str, arrays: Arrays, t
     refuses(ConfigError, words, read_frames, tmp_path / file)
 
 
-def test_bits_that_do_not_hold_the_numbers_are_refused(arrays: Arrays, tmp_path: Path) -> None:
-    path = as_npz(tmp_path, arrays)
-    assert read_frames(path, bits=14).bits == 14
-    refuses(ConfigError, r"8 bits do not hold the largest number", read_frames, path, bits=8)
-    refuses(ConfigError, "mono12p is packed .* uint16", read_frames, path, packing="mono12p")
-
-
 def test_hdf5_without_its_library_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -253,12 +255,6 @@ def test_hdf5_without_its_library_names_it(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(recorded, "h5py", Deferred("h5py"))
     (tmp_path / "frames.h5").write_bytes(b"\x89HDF\r\n\x1a\n")
     refuses(ConfigError, r"needs h5py; pip install 'opusim\[frames\]'", read_frames, tmp_path / "frames.h5")
-
-
-def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    np.savez_compressed(tmp_path / "frames.npz", flat=np.zeros(10**6, np.uint8))
-    monkeypatch.setattr("opusim.calibration.recorded.most_unpacked", lambda length: 100 * length)
-    refuses(ConfigError, r"1,000,\d+ bytes in memory.*numpy.savez", read_frames, tmp_path / "frames.npz")
 
 
 EXPOSURE_US = 200_000.0
@@ -309,7 +305,14 @@ def test_the_standards_program_finds_the_configured_constants(
         warnings.simplefilter("ignore")
         parsed = emva1288.ParseEmvaDescriptorFile(str(path))
         results = emva1288.Results1288(emva1288.Data1288(emva1288.LoadImageData(parsed.images).data).data)
-        names = ["gain_dn_per_e", "quantum_efficiency", "dark_current_e_per_s", "read_noise_e", "dsnu_e", "prnu"]
+        names = [
+            "gain_dn_per_e",
+            "quantum_efficiency",
+            "dark_current_e_per_s",
+            "read_noise_e",
+            "dsnu_e",
+            "prnu",
+        ]
         theirs = results.K, results.QE / 100, results.u_I_mean, results.sigma_d
         theirs = *theirs, results.DSNU1288, results.PRNU1288 / 100
         got = dict(zip(names, map(float, theirs), strict=True))

@@ -28,17 +28,9 @@ def anchor_at(device: CameraDevice, light: np.ndarray) -> np.ndarray:
 
 
 class UnsteadyCamera(CameraDevice):
-    """A camera whose light is multiplied, in every frame anew, by a number of mean 1.
-
-    Attributes:
-        spread: relative standard deviation of the light of each frame.
-        where: which light varies: flat frames, anchor frames and readings are separate sources.
-        by_pixel: whether each pixel's light varies by itself instead.
-    """
-
-    spread = 0.0
-    where = ("flat", "anchor", "project")
-    by_pixel = False
+    spread = 0.0  # of the light of each frame, relative
+    where = ("flat", "anchor", "project")  # sources of light that vary, each by itself
+    by_pixel = False  # each pixel's light varies by itself
     power = np.random.default_rng(3)
 
     def drawn(self, *shape: int) -> np.ndarray:

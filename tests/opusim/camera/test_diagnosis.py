@@ -16,20 +16,9 @@ Light = Callable[..., np.ndarray]
 class Instrument:
     """Frames of a sensor of gain 1 behind a random medium, and one fault.
 
-    Args:
-        seed: of medium and noise.
-        leak: amplitude of mirrors that are off.
-        stuck_on: mirrors that stay on.
-        stuck_off: mirrors that stay off.
-        moved: share of the medium's field that is another.
-        ambient_e: uniform light.
-        talk: share of the light to each neighbour.
-        light: of the laser.
-        rms: of its power from frame to frame.
-        dropped: share of black frames.
-        repeated: share of frames that repeat the one before.
-        dead: share of the outputs that see nothing.
-        hot: share of the outputs with 30 times the dark charge.
+    Of mirrors: leak (amplitude of those that are off), stuck_on, stuck_off. Of light: light, rms (of its power from
+    frame to frame), ambient_e, talk (share to each neighbour), moved (share of the field that is of another medium).
+    Shares of frames: dropped (black), repeated. Shares of outputs: dead, hot (30 times the dark charge).
     """
 
     def __init__(self, seed: int, **fault: Any) -> None:

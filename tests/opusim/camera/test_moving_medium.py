@@ -17,6 +17,7 @@ from opusim.errors import ConfigError, NoiseUnknown
 from opusim.randomness.streams import SeededStream
 from tests.opusim.common import (
     SILENT,
+    covariance_of_media,
     refuses,
     ternary,
 )
@@ -34,12 +35,6 @@ def moving(tau: float, seed: int, *, n_outputs: int = 1500, frames: int = 0, **c
 
 def rows_of(rows: int, seed: int) -> torch.Tensor:
     return ternary(rows, 10, seed)
-
-
-def inner(one: float, other: float) -> float:
-    """Covariance of the medium at two grid points, exact: media of different epochs are independent."""
-    left, right = dict(medium_weights(one)), dict(medium_weights(other))
-    return sum(weight * right.get(epoch, 0.0) for epoch, weight in left.items())
 
 
 @pytest.mark.parametrize("end", [1e-6, 0.3, 5.0, 900.0])
@@ -62,11 +57,11 @@ def test_points_of_the_finer_grid_move_by_the_law(seed: int) -> None:
     for time in random.uniform(0, 40, 20):
         one = grid_point(float(time), PARTS_OF_A_STEP)
         assert len(medium_weights(one)) <= 30
-        assert inner(one, one) == pytest.approx(1, abs=1e-9)
+        assert covariance_of_media(one, one) == pytest.approx(1, abs=1e-9)
         for steps in (1 / PARTS_OF_A_STEP, 0.01, 3.7):
             other = one + round(steps * PARTS_OF_A_STEP) / PARTS_OF_A_STEP
             moved = -math.expm1(-(other - one) / STEPS_PER_TAU)
-            assert 1 - inner(one, other) == pytest.approx(moved, rel=1e-3, abs=1e-9)
+            assert 1 - covariance_of_media(one, other) == pytest.approx(moved, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize("frame", [1e-6, 0.2])

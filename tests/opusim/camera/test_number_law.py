@@ -13,7 +13,7 @@ from opusim.camera.stages import Sensor, number_law, spread_error
 from opusim.description.camera import LightSettings
 from opusim.devices.registry import open_device
 from opusim.randomness.streams import SeededStream
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, z_of_variance
 
 SENSOR = Sensor(
     gain_dn_per_e=1.0, shot_noise=True, full_well_e=4000.0, read_noise_e=1.6, black_level_dn=20.0, adc_bits=12
@@ -178,12 +178,6 @@ def test_the_rounding_limit_holds_at_every_offset_and_rate() -> None:
     assert 0.3 * sensor.rounding_limit_dn2(0.05) < apart.max() <= sensor.rounding_limit_dn2(0.05)
 
 
-def scatter_z(values: np.ndarray, variance: np.ndarray) -> float:
-    """Standard errors between readings' variance and a stated one, by the readings' own fourth moment."""
-    square = np.square(values - values.mean(axis=0)) * len(values) / (len(values) - 1) / variance
-    return float((square.mean() - 1) / (square.std() / math.sqrt(square.size)))
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", ["camera", "camera_low_light"])
 @pytest.mark.parametrize("blank", [True, False])
@@ -194,13 +188,13 @@ def test_readings_have_the_stated_mean_and_variance(name: str, blank: bool, seed
         variance, mean = device.reading_variance(x).numpy()[0], device.reading_mean(x).numpy()[0]
         low, high = device.noise.variance_bounds()
         closed = device.recovery.variance(device.exposure.sensor.variance_dn2(device.frame_rates(x)))[0]
-    assert abs(scatter_z(y, variance)) < 5 < abs(scatter_z(y, variance * 1.1))
+    assert abs(z_of_variance(y, variance)) < 5 < abs(z_of_variance(y, variance * 1.1))
     z = (y.mean(axis=0) - mean) / np.sqrt(variance / len(y))
     assert abs(z.mean()) < 5 / math.sqrt(z.size)
     assert abs(np.mean(z**2) - 1) < 5 * math.sqrt(2 / z.size)
     assert np.all((low <= variance) & (variance <= high))
     if name == "camera" and blank:  # what the closed form said
-        assert abs(scatter_z(y, closed)) > 5
+        assert abs(z_of_variance(y, closed)) > 5
 
 
 @pytest.mark.compiled

@@ -17,7 +17,7 @@ from opusim.devices.certificate import digest_of
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, spent_by
 
 LINK = {"packing": "mono10p", "link_mb_s": 115.0}
 BITS = {"mono8": 8, "mono10p": 10, "mono12p": 12, "mono16": 16}
@@ -106,9 +106,7 @@ def test_a_frame_takes_at_least_the_time_of_its_bytes(packing: str, outputs: int
 
 def test_seconds_and_joules_follow_the_link() -> None:
     with open_device("camera", n_inputs=4, n_outputs=100_000, frames=LINK | {"packing": "mono8"}) as twin:
-        before = twin.usage
-        twin.intensities(np.ones((3, 4), dtype=np.uint8))
-        spent = twin.usage - before
+        spent = spent_by(twin, twin.intensities, np.ones((3, 4), dtype=np.uint8))
     assert spent.seconds == pytest.approx(3 * 100_000 / 115e6)
     assert spent.joules == pytest.approx(30 * spent.seconds)
     described = load_description("camera_low_light", {"frames": LINK})

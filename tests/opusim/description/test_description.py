@@ -92,7 +92,7 @@ def test_a_bad_file_is_refused_with_the_reason(tmp_path: Path, before: str, afte
     assert "\n" not in str(caught.value)
 
 
-def test_overrides_are_laid_deep_and_noted() -> None:
+def test_overrides_are_laid_deep_and_noted_and_sigma_replaces_the_law() -> None:
     description = load_description("gaussian", {"noise": {"sigma": 0.27}, "medium": {"seed": 3}})
     assert description.noise.sigma == 0.27
     assert description.medium.seed == 3
@@ -100,9 +100,6 @@ def test_overrides_are_laid_deep_and_noted() -> None:
     assert description.provenance["noise.sigma"].status == "override"
     assert description.provenance["frames.power_w"].status == "datasheet"
     assert load_description("gaussian").noise.sigma == 0.1
-
-
-def test_sigma_replaces_the_temperature_law() -> None:
     description = load_description("gaussian_temperature", {"noise": {"sigma": 0.27}})
     assert description.noise.temperature_law is None
     warmer = load_description("gaussian_temperature", {"noise": {"temperature_law": {"temperature_c": 60.0}}})

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import opusim
 from opusim import ConfigError, open_device
-from opusim.cli import app as device_commands
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.bench import (
@@ -32,7 +30,7 @@ from opusim.errors import CapabilityMissing, DeviceFault, DeviceTimeout, DeviceU
 from opusim.noise import MeasuredNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
 from opusim.training.reports.run_report import write_report
-from tests.opusim.common import changed, refuses
+from tests.opusim.common import changed, device_refuses, refuses, run_device
 
 OWN = Path(__file__).parents[2] / "support" / "own_bench"
 MODULES = ("optical_bench", "ALP4", "pylablib", "pylablib.devices", "pylablib.devices.DCAM", "my_bench")
@@ -828,20 +826,15 @@ def test_a_calibration_without_a_law_says_that_training_needs_none(described: Pa
     text = TEXT.replace("macro_pixel", "region_step = 4\nmacro_pixel")
     (described / "my_bench.toml").write_text(text)
     words = ["calibrate", "my_bench.toml", "--inputs", "8", "--outputs", "16", "--readings", "40"]
-    found = CliRunner(env={"COLUMNS": "160"}).invoke(device_commands, [*words, "--out", "certificate"])
-    assert found.exit_code == 3, found.output
-    assert "certified noise: none\n" in found.stdout
-    assert "training needs no law" in found.stdout
-    assert "does not hold (" in found.stdout
+    told = run_device(*words, "--out", "certificate", code=3)
+    assert all(
+        each in told for each in ("certified noise: none\n", "training needs no law", "does not hold (")
+    )
 
 
 def test_commands_for_simulations_open_no_instrument(described: Path, optics: Any) -> None:
-    before = optics.pulses
-    for command, told in (
-        (("record", "my_bench.toml", "--out", "frames"), "record with your camera's own software"),
-        (("temperature", "my_bench.toml"), "is hardware, whose temperature is set at the instrument"),
-    ):
-        found = CliRunner().invoke(device_commands, command)
-        assert isinstance(found.exception, ConfigError)
-        assert told in str(found.exception)
+    before, told = optics.pulses, "is hardware, whose temperature is set at the instrument"
+    words = ("record", "my_bench.toml", "--out", "frames")
+    device_refuses(ConfigError, "record with your camera's own software", *words)
+    device_refuses(ConfigError, told, "temperature", "my_bench.toml")
     assert optics.pulses == before

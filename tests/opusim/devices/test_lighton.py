@@ -24,7 +24,7 @@ from opusim.errors import (
     NoiseUnknown,
 )
 from opusim.testing.contract import DeviceContract
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, spent_by
 from tests.support.appliance import DOUBLE, connect
 
 pytest.importorskip("lightonml")
@@ -165,16 +165,12 @@ def test_the_driver_is_told_the_time_of_a_frame(tmp_path: Path, monkeypatch: Any
     section = connect(monkeypatch, tmp_path)
     with appliance(section, frames={"frame_period_us": 900.0}) as device:
         assert device._opu.device.frametime_us == 900
-        before = device.usage
-        device.project(torch.ones(5, 10))
-        used = device.usage - before
+        used = spent_by(device, device.project, torch.ones(5, 10))
         assert used.seconds == pytest.approx(used.frames * 900e-6)
     assert not caplog.records
     with appliance({**section, "exposure_us": 2000}, frames={"frame_period_us": 900.0}) as device:
         assert device._opu.device.frametime_us == 2050
-        before = device.usage
-        device.project(torch.ones(5, 10))
-        used = device.usage - before
+        used = spent_by(device, device.project, torch.ones(5, 10))
         assert used.seconds == pytest.approx(used.frames * 2050e-6)
     assert "frames.frame_period_us = 900 is shorter than the 2050 us" in caplog.text
 

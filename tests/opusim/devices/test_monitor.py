@@ -138,13 +138,16 @@ def test_small_changes_are_found_and_named(name: str, fault: Fault, amount: floa
     assert SMALL_FAULTS[fault, amount] in found[1]
 
 
-def test_small_changes_add_up_over_checks(seed: int) -> None:
+def test_small_changes_add_up_and_moving_outputs_are_no_other_light(seed: int) -> None:
     """Noise as large as the signal: one check shows nothing, a hundred do."""
     options = {"seed": seed, "noise": {"sigma": 3.0}}
     broken = [faulty("gaussian", Fault.LIGHT_CHANGED, amount=a, **options) for a in (0.8, 1.0)]
     dim, same = (checks_until_stop(device, 100) for device in broken)
     assert dim[0] > 1
     assert same is None
+    # At a correlation of 0.986, above the least, single outputs lose more than 5 %
+    device = faulty("gaussian", Fault.DECORRELATED, amount=0.986, seed=seed, noise={"sigma": 0.05})
+    assert "the medium moved" in checks_until_stop(device, 5)[1]
 
 
 @pytest.mark.compiled
@@ -351,9 +354,3 @@ def test_changes_within_the_tolerances_pass(fault: Fault, amount: float, seed: i
     """Where hardly any noise hides them."""
     device = faulty("gaussian", fault, amount=amount, seed=seed, noise={"sigma": 0.05})
     assert checks_until_stop(device, 40) is None
-
-
-def test_a_medium_that_moves_single_outputs_is_not_called_another_light(seed: int) -> None:
-    """At a correlation of 0.986, above the least, single outputs lose more than 5 %."""
-    device = faulty("gaussian", Fault.DECORRELATED, amount=0.986, seed=seed, noise={"sigma": 0.05})
-    assert "the medium moved" in checks_until_stop(device, 5)[1]

@@ -9,13 +9,9 @@ import torch
 from opusim import open_device
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream, philox_torch
+from tests.opusim.common import ternary
 
 COUNT = 2**20
-
-
-def ternary(batch: int, n_inputs: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-1, 2, (batch, n_inputs), generator=generator).float()
 
 
 @pytest.mark.parametrize("dense_limit_mib", [1024, 0])

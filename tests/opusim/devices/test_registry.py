@@ -19,7 +19,7 @@ from opusim.devices.simulated import GaussianDevice, IdealDevice
 from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.noise import NoiseModel
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, spent_by
 from tests.support.discrete_noise import DiscreteNoise
 
 
@@ -65,23 +65,20 @@ def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refuses(TypeError, "must be callable", register_device, "other", None)
 
 
-def test_a_capability_that_is_missing_is_refused_by_name() -> None:
+def test_missing_capabilities_and_wrong_windows_and_sections_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_device("gaussian", n_inputs=2, n_outputs=3) as device:
         assert torch.equal(device.require("matrix").matrix(), device.matrix())
         refuses(CapabilityMissing, "'gaussian' .* lacks the capability", device.require, "program")
         refuses(ValueError, "capability = 'fly': must be one of 'project', 'draw'", device.require, "fly")
 
-
-def test_a_device_without_noise_readings_draws_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Blind(IdealDevice):
         can = frozenset({"project"})
 
     monkeypatch.setattr(kinds, "_registered", {"blind": Blind})
     with open_device(mirror_file(tmp_path, "blind"), n_inputs=2, n_outputs=3) as device:
         refuses(CapabilityMissing, "capability 'draw'; camera, camera_fitted,", device.draw, (1, 3))
-
-
-def test_windows_and_sections_are_checked() -> None:
     refuses(ConfigError, "n_inputs: a window of 10000000", open_device, "gaussian", n_inputs=10_000_000)
     refuses(ValueError, "n_outputs = 0", open_device, "gaussian", n_outputs=0)
     refuses(ConfigError, "noise: the kind 'ideal' has none", open_device, "ideal", noise={"sigma": 0.1})
@@ -105,9 +102,7 @@ def test_the_meter_counts_seconds_and_joules_of_calls() -> None:
     # 4.27 to 4.40 s on a real OPU, for widths from 100 to 32,000 (opu-kernel-experiments, opu_time.npy).
     for name in ("camera", "camera_fitted"):
         with open_device(name, n_inputs=100, n_outputs=100) as device:
-            before = device.usage
-            device.intensities(np.ones((1000, 100), dtype=np.uint8))
-            spent = device.usage - before
+            spent = spent_by(device, device.intensities, np.ones((1000, 100), dtype=np.uint8))
         assert spent.seconds == pytest.approx(0.5)
         assert 4.33 / 2 < spent.seconds + spent.host_seconds < 4.33 * 2
         assert spent.host_seconds > 0

@@ -14,11 +14,11 @@ from opusim.devices.baseline import SingleOutputTest
 from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, DeviceUnavailable
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, ternary, with_threads
 
 SIZES = {"n_inputs": 12, "n_outputs": 40}
 OpenAny = Callable[..., NoisyDevice]
-X = torch.randint(-1, 2, (5, 12), generator=torch.Generator().manual_seed(2))
+X = ternary(5, 12, 2)
 
 
 def readings_have_the_law(excess: np.ndarray, std: float) -> bool:
@@ -53,25 +53,17 @@ def test_realised_noise_is_the_reported_one(open_any: OpenAny, seed: int) -> Non
 
 @pytest.mark.compiled
 def test_threads_do_not_change_a_reading(open_any: OpenAny) -> None:
-    before = torch.get_num_threads()
-    readings = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            with open_any(n_outputs=30_000) as device:
-                readings.append(device.project(X))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(readings[0], readings[1])
+    def reading() -> torch.Tensor:
+        with open_any(n_outputs=30_000) as device:
+            return device.project(X)
+
+    assert torch.equal(*with_threads(reading, 1, 3))
 
 
-def test_noise_seed_changes_noise_but_not_the_medium() -> None:
+def test_noise_follows_seed_and_sigma_and_the_medium_neither() -> None:
     with open_device("gaussian", seed=1, **SIZES) as one, open_device("gaussian", seed=2, **SIZES) as two:
         assert torch.equal(one.matrix(), two.matrix())
         assert not torch.equal(one.project(X), two.project(X))
-
-
-def test_noise_scales_with_sigma_and_is_none_at_zero() -> None:
     one, two = (open_device("gaussian", noise={"sigma": sigma}, **SIZES) for sigma in (1.0, 2.7))
     with one, two:
         torch.testing.assert_close(two.draw((3, 40)), one.draw((3, 40)) * 2.7, rtol=1e-6, atol=0)
@@ -100,7 +92,7 @@ def test_an_output_without_noise_is_named_in_one_look(readings: int, outputs: in
     assert test.suspect_looks == 1
 
 
-def test_false_alarms_are_as_rare_as_stated(seed: int) -> None:
+def test_false_alarms_are_as_rare_as_stated_and_few_readings_find_nothing(seed: int) -> None:
     """At p = 0.05 in 50 looks, 200 trials alarm at most 10 + 5 standard errors (15) times; weaker noise always does."""
     rng, alarms = np.random.default_rng(seed), {1.0: 0, 0.7: 0}
     for true in alarms:
@@ -109,6 +101,7 @@ def test_false_alarms_are_as_rare_as_stated(seed: int) -> None:
             alarms[true] += any(test.observe(variances(rng, 32, np.full(16, true))) for _ in range(50))
     assert alarms[1.0] <= 10 + 5 * math.sqrt(200 * 0.05 * 0.95)
     assert alarms[0.7] == 200
+    assert math.isnan(SingleOutputTest(1000, 4, 4.0, math.log(1e12)).smallest(1))
 
 
 @pytest.mark.parametrize("looks", [1, 8])
@@ -125,10 +118,6 @@ def test_the_stated_smallest_loss_is_found(looks: int, seed: int) -> None:
         found[share] = sum(any(t.observe(variances(rng, 512, true)) for _ in range(looks)) for t in tests)
     assert found[loss] >= 297 - 5 * math.sqrt(300 * 0.01 * 0.99)
     assert found[loss / 3] < 150
-
-
-def test_few_readings_of_scattered_squares_find_no_single_output() -> None:
-    assert math.isnan(SingleOutputTest(1000, 4, 4.0, math.log(1e12)).smallest(1))
 
 
 N_INPUTS, N_OUTPUTS = 37, 50

@@ -147,7 +147,8 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
 
 @pytest.mark.parametrize(("encoder", "x", "kind", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_what_lightonml_encodes_in_silence_is_refused(encoder: Any, x: Any, kind: type, words: str) -> None:
-    refuses(kind, words, lambda: encoder.fit(x).transform(x))
+    with pytest.raises(kind, match=words):  # scikit-learn takes several lines
+        encoder.fit(x).transform(x)
 
 
 LEARNT = [base.BinaryThresholdEncoder(), base.MultiThresholdEncoder(), base.SequentialBaseTwoEncoder()]
@@ -177,7 +178,9 @@ def test_an_autoencoder_learns_a_code() -> None:
         assert model.training
         before = F.mse_loss(model(x), x).item()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        trained = models.train(model, loader, optimizer, 12, beta_interval=6, device="cpu", verbose=False)
+        trained = models.train(
+            model, loader, optimizer, epochs=12, beta_interval=6, device="cpu", verbose=False
+        )
         assert F.mse_loss(trained(x), x).item() < 0.8 * before
         code = trained.eval()(x)
         assert (code.shape, code.dtype) == ((128, 48), torch.uint8)

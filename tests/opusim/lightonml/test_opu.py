@@ -292,12 +292,19 @@ def test_a_wrong_vector_is_refused(x: Any, kind: type[Exception], words: str) ->
     refuses(kind, words, ours.transform, x)
 
 
-def test_bits_of_another_form_are_refused() -> None:
+def test_other_bits_shapes_and_times_are_refused() -> None:
     ours = opu().fit1d(n_features=N, packed=True)
     refuses(TypeError, "uint8; use numpy.packbits", ours.transform, np.zeros((2, 4), dtype=np.int64))
     refuses(ValueError, "must be the 4 bytes for 30 features", ours.transform, bits(2, N))
     ours = opu().fit1d(n_features=N)
     refuses(ValueError, "X holds 2: .*SeparatedBitPlanEncoder", ours.linear_transform, 2 * bits(3, N))
+    refuses(ValueError, "turn or crop", opu(device="camera", mirror_shape=(12, 15)).fit2d, None, (13, 5))
+    refuses(ValueError, "has no camera, and it would do nothing", setattr, opu().device, "exposure_us", 300)
+    refuses(ValueError, "exposure_us = 0", setattr, opu(device="camera").device, "exposure_us", 0)
+    ours = opu().fit1d(bits(4, N))
+    ours.close()
+    refuses(DeviceUnavailable, "closed", lambda: pickle.loads(pickle.dumps(ours)).transform(bits(4, N)))
+    refuses(ValueError, "verbose_level = 7", set_verbose_level, 7)
 
 
 def test_a_transform_before_its_fit_is_refused() -> None:
@@ -334,22 +341,9 @@ def test_a_wrong_opu_is_refused(arguments: dict[str, Any], kind: type[Exception]
     refuses(kind, words, opu, **arguments)
 
 
-def test_matrices_that_do_not_fit_are_refused() -> None:
-    refuses(ValueError, "turn or crop", opu(device="camera", mirror_shape=(12, 15)).fit2d, None, (13, 5))
-    refuses(ValueError, "has no camera, and it would do nothing", setattr, opu().device, "exposure_us", 300)
-    refuses(ValueError, "exposure_us = 0", setattr, opu(device="camera").device, "exposure_us", 0)
-
-
 def test_wide_frames_are_made_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     x = bits(11, N)
     whole = opu().fit_transform1d(x)
     monkeypatch.setattr("opusim.lightonml.opu._MIRRORS_AT_ONCE", 3 * N)
     np.testing.assert_allclose(opu().fit_transform1d(x), whole, rtol=1e-6)
     refuses(ValueError, "X holds 2", lambda: opu().fit_transform1d(np.concatenate([x, x + 1])))
-
-
-def test_a_closed_opu_stays_closed_and_verbosity_has_a_range() -> None:
-    ours = opu().fit1d(bits(4, N))
-    ours.close()
-    refuses(DeviceUnavailable, "closed", lambda: pickle.loads(pickle.dumps(ours)).transform(bits(4, N)))
-    refuses(ValueError, "verbose_level = 7", set_verbose_level, 7)

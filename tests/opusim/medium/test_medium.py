@@ -13,12 +13,8 @@ from hypothesis import strategies as st
 from opusim.medium import transmission as medium_module
 from opusim.medium.transmission import MAX_OUTPUTS, TABLE_STEP, Direction, Medium, gaussian_table
 from opusim.processes import Abandoned, pausing
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, ternary, with_threads
 from tests.oracles import naive_philox
-
-
-def ternary(batch: int, width: int, seed: int) -> torch.Tensor:
-    return torch.randint(-1, 2, (batch, width), generator=torch.Generator().manual_seed(seed)).float()
 
 
 def test_the_table_is_pinned_and_has_its_stated_moments() -> None:
@@ -94,16 +90,13 @@ def test_a_long_projection_pauses_and_stops(monkeypatch: pytest.MonkeyPatch, see
     assert len(paused) == count
 
 
-def test_the_whole_size_works_without_the_matrix(seed: int) -> None:
+def test_some_outputs_and_the_whole_size_are_those_of_the_matrix(seed: int) -> None:
     x = torch.zeros(2, 2**18)
     x[0, 5], x[1, 2**18 - 1] = 1, -1
     medium = Medium(2**18, 24, seed, dense_limit_mib=1)
     y = medium.project(x)
     assert torch.equal(y[0], medium.tile(range(24), range(5, 6))[0])
     assert torch.equal(y[1], -medium.tile(range(24), range(2**18 - 1, 2**18))[0])
-
-
-def test_some_outputs_are_those_of_all(seed: int) -> None:
     x = ternary(3, 70, seed)
     whole = Medium(70, 5000, seed).project(x)
     for limit in (0, 1024):
@@ -129,15 +122,12 @@ def test_a_million_inputs_to_a_million_outputs_run_in_a_gibibyte() -> None:
     assert int(out) < 2**20  # KiB
 
 
-def test_threads_do_not_change_entries() -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = Medium(700, 1100, 3).dense()
-        torch.set_num_threads(3)
-        assert torch.equal(Medium(700, 1100, 3).dense(), one)
-    finally:
-        torch.set_num_threads(before)
+def test_threads_change_neither_entries_nor_directions() -> None:
+    one, three = with_threads(lambda: Medium(700, 1100, 3).dense(), 1, 3)
+    assert torch.equal(one, three)
+    one, two, three = with_threads(lambda: _moved(1_000_003, 0.3), 1, 2, 3)
+    assert torch.equal(one, two)
+    assert torch.equal(one, three)
 
 
 def moments_are_standard(entries: np.ndarray) -> bool:
@@ -199,19 +189,6 @@ def test_entries_are_those_of_the_medium(size: int) -> None:
     assert torch.equal(Direction(5).entries(3, 0, size), expected)
 
 
-def test_bits_do_not_depend_on_threads() -> None:
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(_moved(1_000_003, 0.3))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
 def test_seeds_and_tensors_have_directions_of_their_own(seed: int) -> None:
     """Correlations below five standard errors; a shared direction, the planted fault, is at one."""
     size = 100_000
@@ -251,16 +228,13 @@ def test_one_pass_and_parts_give_the_bits_of_the_whole() -> None:
     refuses(ValueError, "start = 100: .* 2048", Direction(5).add_to, torch.zeros(3), 3, 0.7, start=100)
 
 
-def test_parameters_are_moved_in_their_own_memory() -> None:
+def test_directions_move_parameters_in_their_own_memory_and_refuse_others() -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 5))
     address = parameter.data_ptr()
     Direction(0).add_to(parameter, 0, 1.0)
     assert parameter.data_ptr() == address
     assert parameter.grad_fn is None
     assert not torch.equal(parameter.detach(), torch.ones(3, 5))
-
-
-def test_bad_input_is_named() -> None:
     refuses(TypeError, "dtype torch.int64: a direction moves", Direction(0).add_to, torch.arange(3), 0, 1.0)
     refuses(ValueError, r"shape \(4, 3\) is not", Direction(0).add_to, torch.zeros(3, 4).t(), 0, 1.0)
     refuses(ValueError, "seed = -1", Direction, -1)

@@ -20,7 +20,7 @@ from opusim.randomness.streams import (
     philox_torch,
     split_key,
 )
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, with_threads
 from tests.oracles import naive_philox
 from tests.support.forked import in_forked_process
 
@@ -65,16 +65,9 @@ def test_a_shorter_draw_is_the_beginning_of_a_longer_one(shape: tuple[int, ...])
 
 
 def test_threads_do_not_change_numbers() -> None:
-    before = torch.get_num_threads()
-    draws = []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            draws.append(SeededStream(1, "a").normal((400_000,)))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(draws[0], draws[1])
-    assert torch.equal(draws[0], draws[2])
+    one, two, five = with_threads(lambda: SeededStream(1, "a").normal((400_000,)), 1, 2, 5)
+    assert torch.equal(one, two)
+    assert torch.equal(one, five)
 
 
 def test_every_key_part_gives_other_numbers_and_seek_repeats() -> None:
@@ -155,7 +148,7 @@ def test_readings_steps_and_purposes_are_independent(seed: int) -> None:
     assert np.corrcoef(draws[0], draws[0] * 0.9 + draws[1] * 0.1)[0, 1] > 5 / np.sqrt(n)
 
 
-def test_release_noise_never_repeats() -> None:
+def test_release_noise_never_repeats_and_a_fork_does_not_continue_it() -> None:
     stream = noise_stream("release", None, "a")
     first = stream.normal((64,))
     stream.seek(0)
@@ -163,10 +156,7 @@ def test_release_noise_never_repeats() -> None:
     others = [each.normal((64,)) for each in streams]
     assert not any(torch.equal(first, other) for other in others)
     assert set(vars(stream)) == {"_owner", "_cipher"}  # an opaque cipher: no key, no seed
-
-
-def test_a_forked_child_does_not_continue_correlated_noise() -> None:
-    """Its numbers would share those of earlier steps with its parent's."""
+    # Its numbers would share those of earlier steps with its parent's
     stream = CorrelatedStream(SystemStream(), (0.8, 0.6), size=4, stored=False)
     stream.seek(0)
     stream.normal((4,))

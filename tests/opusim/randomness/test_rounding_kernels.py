@@ -24,7 +24,7 @@ from opusim.randomness.kernels import (
 from opusim.randomness.rounded import ExactNoise, _standard, grid_of, kept_digits, settle, turn_of_pair
 from opusim.randomness.seeds import derive_seed
 from opusim.randomness.streams import CorrelatedStream, NoiseStream, SeededStream, SystemStream, noise_stream
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, with_threads
 from tests.oracles import naive_philox
 from tests.support.subtraction import explained
 
@@ -335,14 +335,8 @@ def test_experiments_repeat_and_releases_do_not() -> None:
 
 @pytest.mark.compiled
 def test_threads_do_not_change_numbers(seed: int) -> None:
-    values, before, found = torch.randn(1_100_000), torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            found.append(SeededStream(seed, "a").add_rounded(values.clone(), STD))
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(*found)
+    values = torch.randn(1_100_000)
+    assert torch.equal(*with_threads(lambda: SeededStream(seed, "a").add_rounded(values.clone(), STD), 1, 2))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # infinity less itself, where not compiled

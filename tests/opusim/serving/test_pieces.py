@@ -66,7 +66,9 @@ def test_a_file_that_is_no_key_is_refused(tmp_path: Path, text: str, message: st
     refuses(ConfigError, message, read_key, tmp_path / "bad.pub", secret=False)
 
 
-def test_a_user_is_told_which_key_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_is_told_which_key_is_missing_or_has_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "opusim" / "keys"
     refuses(ConfigError, "holds no key; make one with: opusim device keys new NAME", own_key)
@@ -82,9 +84,6 @@ def test_a_user_is_told_which_key_is_missing(tmp_path: Path, monkeypatch: pytest
         (folder / name).write_bytes((source / "server.pub").read_bytes())
     assert server_key("opu.lab", 5555).public == other.public
     assert server_key("opu.lab", 5556).public != other.public
-
-
-def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     make_key("alice", tmp_path / "opusim" / "keys")
     for file in (tmp_path / "opusim" / "keys").iterdir():
@@ -246,7 +245,7 @@ def test_a_client_that_holds_the_queue_has_it_to_itself() -> None:
     assert not queue.has_next
 
 
-def test_places_are_given_in_the_order_of_asking() -> None:
+def test_places_are_given_in_the_order_of_asking_and_not_all_to_one_user() -> None:
     places = Places(1, most_of_user=5, patience_s=100)
     window = Window(n_inputs=1, first=0, n_outputs=4, mode="release", seed=0)
     assert places.queued("alice", "t1", None, waits=False) == 0
@@ -265,10 +264,7 @@ def test_places_are_given_in_the_order_of_asking() -> None:
     hasty = Places(1, most_of_user=5, patience_s=-1)
     assert hasty.queued("alice", "t1", "full", waits=True) == 1
     assert hasty.queued("alice", "t2", None, waits=False) == 0  # t1 has not asked again in time
-
-
-def test_one_user_does_not_take_all_places() -> None:
-    """Those who wait count, so that the list of them is bounded."""
+    # Those who wait count, so that the list of them is bounded
     places = Places(100, most_of_user=3, patience_s=100)
     for ticket in ("t1", "t2", "t3"):
         places.queued("alice", ticket, "full", waits=True)

@@ -55,15 +55,12 @@ def test_keys_decide_who_is_served(tmp_path: Path, monkeypatch: Any, caplog: Any
         assert all("\n" not in line for line in caplog.messages)
 
 
-def test_a_server_with_another_key_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_server_has_its_own_key_and_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab, other = new_laboratory(tmp_path / "one", "alice"), new_laboratory(tmp_path / "two")
     lab.become("alice", monkeypatch)
     shutil.copy(other.keys / "server.pub", lab.config_of("alice") / "opusim" / "keys")
     with serving(lab) as address:
         refuses(DeviceUnavailable, "no answer .* 1 s; what", open_device, f"{address}?silence_s=1", **WINDOW)
-
-
-def test_each_server_of_a_process_has_its_own_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = new_laboratory(tmp_path / "one", "alice"), new_laboratory(tmp_path / "two", "bob")
     one.become("alice", monkeypatch)
     shutil.copy(one.keys / "server.pub", two.keys / "server.pub")

@@ -1,7 +1,7 @@
 """A served device is a device: the contract, and the readings of the local one."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,58 +16,45 @@ from opusim.noise import GaussianNoise, PhotonCountNoise
 from opusim.serving.instrument import Instrument, same_medium
 from opusim.serving.remote import RemoteDevice
 from opusim.testing.contract import DeviceContract
-from tests.opusim.common import refuses
+from tests.opusim.common import refuses, ternary
 from tests.support.served import Laboratory, served_and_local, serving
 
-X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
-SHARED = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
+X = ternary(16, 12, 5)
+SIZES = {"n_inputs": 12, "n_outputs": 40}
+SHARED = {"access": {"exclusive": True}, **SIZES}
 
 
-class OverLoopback(DeviceContract):  # the contract of a device behind a server
-    name = ""
-    overrides: ClassVar[dict[str, Any] | None] = None
+SERVED = [
+    pytest.param(("gaussian", None), id="gaussian"),
+    pytest.param(("pcm", None), id="pcm"),
+    pytest.param(("gaussian", SHARED | {"n_inputs": 20, "n_outputs": 64}), id="shared gaussian"),
+]
+"""Each client has a device of its own, or sees a part of one, as hardware is."""
 
-    address = ""
 
-    @pytest.fixture(autouse=True, scope="class")
+class TestServed(DeviceContract):
+    @pytest.fixture(autouse=True, scope="class", params=SERVED)
     @classmethod
-    def _serve(cls, lab: Laboratory) -> Iterator[None]:
-        with serving(lab, cls.name, cls.overrides) as cls.address:
+    def _serve(cls, lab: Laboratory, request: pytest.FixtureRequest) -> Iterator[None]:
+        name, overrides = request.param
+        cls.replayable = overrides is None
+        with serving(lab, name, overrides) as cls.address:
             yield
 
     def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device(self.address, n_inputs=12, n_outputs=40, **options)
+        return open_device(self.address, **SIZES, **options)
 
 
-class TestServedGaussian(OverLoopback):
-    name = "gaussian"
-
-
-class TestServedPcm(OverLoopback):
-    name = "pcm"
-
-
-class TestSharedPcm(OverLoopback):  # a chip that its clients share; one that programs it has it to itself
-    name = "pcm"
-    overrides: ClassVar[dict[str, Any] | None] = SHARED
+class TestSharedPcm(DeviceContract):  # a chip that its clients share; one that programs it has it to itself
     replayable = False
 
     @pytest.fixture(autouse=True)
     def _serve(self, lab: Laboratory) -> Iterator[None]:
-        """Serve anew for each test: what is programmed stays."""
-        with serving(lab, self.name, self.overrides) as self.address:
+        with serving(lab, "pcm", SHARED) as self.address:  # anew for each test: what is programmed stays
             yield
 
     def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device(f"{self.address}?exclusive", n_inputs=12, n_outputs=40, **options)
-
-
-class TestSharedGaussian(OverLoopback):
-    """One device for all clients, as hardware is, of which each sees a part."""
-
-    name = "gaussian"
-    overrides: ClassVar[dict[str, Any] | None] = SHARED | {"n_inputs": 20, "n_outputs": 64}
-    replayable = False
+        return open_device(f"{self.address}?exclusive", **SIZES, **options)
 
 
 @pytest.mark.parametrize("name", ["gaussian", "camera", "ideal"])

@@ -66,10 +66,16 @@ def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
         assert float(torch.corrcoef(torch.stack([mean, expected]))[0, 1]) > 0.99
 
 
-def test_the_cameras_own_kind_takes_no_options_and_others_no_camera(tmp_path: Path) -> None:
+def test_kinds_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = file(tmp_path, "camera", "[options]\nfactor = 2.0\n", ("options.factor",))
     refuses(ConfigError, r"options.factor: the kind 'camera' takes no options", open_device, path, **WINDOW)
     refuses(ConfigError, "both or neither, or the kind", open_device, file(tmp_path, "gaussian"), **WINDOW)
+    description = load_description("camera")
+    options = {"kind": "camera", "fault": "unplugged", "at_step": 0}
+    with pytest.raises(ConfigError, match="is a camera; open it by `faulty_device`"):
+        FaultyDevice(description.model_copy(update={"kind": KIND, "options": options}), **WINDOW)
+    with pytest.raises(ConfigError, match="give kind, fault and at_step"):
+        faulty_device(description.model_copy(update={"options": {"kind": "camera"}}))
 
 
 def test_a_faulty_camera_from_a_file_is_a_camera(tmp_path: Path) -> None:
@@ -174,12 +180,3 @@ def test_impossible_readings_of_a_camera_are_refused(fault: Fault) -> None:
         device.seek(1)
         with pytest.raises(DeviceFault):
             device.project(X)
-
-
-def test_a_fault_that_needs_a_matrix_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    description = load_description("camera")
-    options = {"kind": "camera", "fault": "unplugged", "at_step": 0}
-    with pytest.raises(ConfigError, match="is a camera; open it by `faulty_device`"):
-        FaultyDevice(description.model_copy(update={"kind": KIND, "options": options}), **WINDOW)
-    with pytest.raises(ConfigError, match="give kind, fault and at_step"):
-        faulty_device(description.model_copy(update={"options": {"kind": "camera"}}))

@@ -41,6 +41,7 @@ MODELS = [
     ConverterLatticeNoise(step=0.1, std_low=0.04, std_high=0.09, conversions=3, clips=False, n_outputs=5),
     ConverterLatticeNoise(step=0.1, std_low=0.04, std_high=0.09, conversions=3, clips=True, n_outputs=5),
 ]
+FLAT = {"rate_high": np.full(3, 2.0), "rate_low": np.ones(3), "weight": np.ones(3)}
 LATTICE, FLUCTUATING = MODELS[-1].to_json(), MODELS[5].to_json()
 
 
@@ -99,30 +100,28 @@ def test_variances_are_those_of_the_law() -> None:
         (lambda: DiscreteNoise(values=np.array([0.0, 0.0]), log_masses=np.log([0.5, 0.5])), "increasing"),
         (lambda: DiscreteNoise(values=np.array([0.0, 1.0]), log_masses=np.log([0.5, 0.4])), "sum to"),
         (lambda: DiscreteNoise(values=np.array([0.0, 1.0]), log_masses=np.array([0.0, -np.inf])), "mass 0"),
-        *(
-            (lambda wrong=wrong: NoiseModel.from_json({**LATTICE, **wrong}), f"^{min(wrong)} = ")
-            for wrong in (
-                *({"std_high": 0.01}, {"std_low": -1.0}, {"step": 0.0}, {"conversions": 0}, {"beta": 1.0}),
-            )
-        ),
-        *(
-            (lambda wrong=wrong: NoiseModel.from_json({**FLUCTUATING, **wrong}), min(wrong))
-            for wrong in (
-                *({"power_law": "uniform"}, {"power_rms": -0.1}, {"power_rms": 0.3}, {"beta": 1.0}),
-                {"rate_high": np.full((2, 3), 0.5)},
-            )
-        ),
-        (
-            lambda: NoiseModel.from_json(
-                {**FLUCTUATING, "rate_high": np.full(3, 2.0), "rate_low": np.ones(3), "weight": np.ones(3)}
-            ),
-            "frames from pixels",
-        ),
+        (lambda: NoiseModel.from_json({**FLUCTUATING, **FLAT}), "frames from pixels"),
         (lambda: NoiseModel.from_json({"law": "laplace", "scale": 1.0}), "law = 'laplace': must be one of"),
     ],
 )
 def test_bad_numbers_are_named(build: object, message: str) -> None:
     refuses(ValueError, message, build)
+
+
+BAD = [
+    (LATTICE, key, value)
+    for key, value in (("std_high", 0.01), ("std_low", -1.0), ("step", 0.0), ("conversions", 0))
+]
+BAD += [
+    (FLUCTUATING, key, value)
+    for key, value in (("power_law", "uniform"), ("power_rms", -0.1), ("power_rms", 0.3))
+]
+BAD += [(LATTICE, "beta", 1.0), (FLUCTUATING, "beta", 1.0), (FLUCTUATING, "rate_high", np.full((2, 3), 0.5))]
+
+
+@pytest.mark.parametrize(("stored", "key", "value"), BAD)
+def test_bad_numbers_of_a_stored_law_are_named(stored: dict[str, Any], key: str, value: Any) -> None:
+    refuses(ValueError, f"^{key}", NoiseModel.from_json, {**stored, key: value})
 
 
 ROOT = Path(__file__).parents[2]

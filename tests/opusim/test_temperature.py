@@ -37,18 +37,8 @@ ARRHENIUS = ArrheniusDarkCurrent(
 BOLTZMANN, CHARGE = 1.380649e-23, 1.602176634e-19  # SI of 2019, written out again
 TABLE = TableDarkCurrent(temperatures_c=(-20.0, 10.0, 50.0), dark_currents_e_per_s=(0.27, 2.7, 81.0))
 
-GAUSSIAN = TemperatureLaw(
-    floor_variance=0.03**2,
-    variance_per_e=2.7e-4,
-    exposure_us=1e5,
-    dark=DoublingDarkCurrent(
-        dark_current_ref_e_per_s=125.0,
-        temperature_ref_c=25.0,
-        doubling_k=7.3,
-        temperature_min_c=-30.0,
-        temperature_max_c=70.0,
-    ),
-)
+DARK = replace(DOUBLING, dark_current_ref_e_per_s=125.0, doubling_k=7.3, temperature_max_c=70.0)
+GAUSSIAN = TemperatureLaw(floor_variance=0.03**2, variance_per_e=2.7e-4, exposure_us=1e5, dark=DARK)
 
 
 def test_the_law_at_and_above_its_reference_and_without_dark_current() -> None:

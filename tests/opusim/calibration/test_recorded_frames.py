@@ -214,6 +214,13 @@ def damaged(folder: Path, arrays: Arrays) -> Path:
     return path
 
 
+def zeros(folder: Path, arrays: Arrays) -> Path:
+    return as_npz(folder, arrays | {kind: arrays[kind] * 0 for kind in BOTH})
+
+
+SIZES = [stack("dark_1us.npy"), stack("flat_1us.npy", "flat", slice(1, None))]
+
+
 @pytest.mark.parametrize(
     ("writers", "file", "words"),
     [
@@ -221,20 +228,14 @@ def damaged(folder: Path, arrays: Arrays) -> Path:
         ([image("dark_1us.jpg")], "", "is compressed with loss, which changes noise; record raw frames"),
         ([stack("series_1us.npy")], "", "says no kind, dark or flat; name it such as flat_400us_5200ph.npy"),
         ([stack("dark.npy")], "", "says no exposure with its unit"),
-        (
-            [stack("dark_1us.npy"), stack("flat_1us.npy", "flat", slice(1, None))],
-            *("", "have several sizes, 32 x 23 and 32 x 24 pixels; keep one region"),
-        ),
+        (SIZES, "", "have several sizes, 32 x 23 and 32 x 24 pixels; keep one region"),
         ([damaged], "frames.npz", "format: cannot be read"),
         ([lambda folder, arrays: as_npz(folder, {"flat": arrays["flat"]})], "frames.npz", "dark: is missing"),
         ([stack("dark_1us.npy")], "dark_1us.npy", "is a single file, which holds one level"),
         ([descriptor("d 1000.0\ni ..\\image.png")], "", "leads out of the folder"),
         ([descriptor("b nan 12\ni image.png")], "", "entry 3: b nan 12 cannot be read: exposure_ns = nan"),
         ([descriptor("d 1000.0\ni image.png")], "", r"cannot be read \(No such file"),
-        (
-            [lambda folder, arrays: as_npz(folder, arrays | {kind: arrays[kind] * 0 for kind in BOTH})],
-            *("frames.npz", "hold zeros only"),
-        ),
+        ([zeros], "frames.npz", "hold zeros only"),
         ([], "none", "is not there"),
         ([], "", "holds 0 files of frames"),
     ],

@@ -100,6 +100,9 @@ WINDOW = {"n_inputs": 4, "n_outputs": 50}
 EXACT = {"anchor": {"frames": 0}}
 
 
+LIGHT = {"anchor_flux_per_s": 125.0, "exposure_us": 100_000, "bias_flux_per_s": 10.0}
+
+
 @pytest.mark.parametrize(
     ("point", "described"),
     [
@@ -111,10 +114,7 @@ EXACT = {"anchor": {"frames": 0}}
         (OperatingPoint(bias_e=2.7), {"light": {"bias_flux_per_s": 2.7 / 0.8 / 0.2}}),
         (
             OperatingPoint(temperature_c=0.0, light=0.1, exposure=0.5, bias_e=1.6),
-            {
-                "light": {"anchor_flux_per_s": 125.0, "exposure_us": 100_000, "bias_flux_per_s": 10.0},
-                "dark": {"temperature_c": 0.0},
-            },
+            {"light": LIGHT, "dark": {"temperature_c": 0.0}},
         ),
     ],
 )

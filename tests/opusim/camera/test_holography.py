@@ -34,9 +34,7 @@ def holographic(
 ) -> CameraDevice:
     frames, places = {"frames_per_projection": 2 * steps}, PLACES | (window or {})
     settings = {"reference_beam": {"steps": steps} | (beam or {})}
-    device = open_device("camera_holography", frames=frames, camera=settings | camera, **places)
-    assert isinstance(device, CameraDevice)
-    return device
+    return open_device("camera_holography", frames=frames, camera=settings | camera, **places)
 
 
 SOUND = {"sensor": SILENT | {"prnu": 0.0}, "anchor": {"frames": 0}}
@@ -181,30 +179,18 @@ def test_a_vibrating_path_shrinks_the_matrix_and_its_phases_have_their_law(seed:
     assert abs(follows - 0.8) < 5 * ((1 - 0.8**2) / psi.size) ** 0.5 < abs(follows - 0.7)
 
 
+BOTH = {"pixels": {"crosstalk": 0.1}, "vibration": {"pointing_rms_pixels": 0.1}}
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        (
-            "camera_holography",
-            {"reference_beam": {"steps": 3}},
-            "a camera shows 6 for a ternary vector with this",
-        ),
+        ("camera_holography", {"reference_beam": {"steps": 3}}, "a camera shows 6 for a ternary vector with"),
         ("camera_holography", {"reference_beam": {"steps": 5}}, "camera.reference_beam.steps"),
-        (
-            "camera_low_light",
-            {"vibration": {"phase_rms_rad": 0.1}},
-            "phase_rms_rad is a phase to a reference beam",
-        ),
+        ("camera_low_light", {"vibration": {"phase_rms_rad": 0.1}}, "is a phase to a reference beam"),
         ("camera_holography", {"reference_beam": {"flux_per_s": 30_000.0}}, "outputs are full in a frame"),
-        (
-            "camera_holography",
-            {"speckle_modes": 2},
-            "speckle_modes = 2: a reference beam interferes with one mode",
-        ),
-        (
-            *("camera_holography", {"pixels": {"crosstalk": 0.1}, "vibration": {"pointing_rms_pixels": 0.1}}),
-            "both mix neighbouring pixels",
-        ),
+        ("camera_holography", {"speckle_modes": 2}, "= 2: a reference beam interferes with one mode"),
+        ("camera_holography", BOTH, "both mix neighbouring pixels"),
     ],
 )
 def test_descriptions_that_cannot_be_are_refused_by_name(name: str, changes: dict, words: str) -> None:

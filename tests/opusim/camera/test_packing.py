@@ -69,8 +69,6 @@ def test_coarse_numbers_keep_the_boxes_and_credit_no_noise_that_rounding_hides(c
     for packing in ("mono12p", "mono10p", "mono8"):
         with open_device(camera, camera=changes, frames={"packing": packing}, **window) as twin:
             law = twin.noise
-            assert isinstance(law, PhotonCountNoise | FluctuatingCountNoise)
-            assert isinstance(twin, CameraDevice)
             laws[packing] = law
             variance = twin.reading_variance(every).numpy()
             least, most = law.variance_bounds()

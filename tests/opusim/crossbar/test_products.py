@@ -74,12 +74,16 @@ def test_a_product_is_that_of_the_plain_loop() -> None:
     assert (np.abs(wrong.read(x, Given(normal)).numpy() - expected) > 1e-5).sum() > 5
 
 
-def test_without_imperfections_products_and_short_sums_are_exact() -> None:
+def test_without_imperfections_products_are_exact_and_converters_show_codes() -> None:
     x, w, _ = data()
     found = TiledProduct(w, Converter(), ProductSettings()).read(x, SeededStream(1, "t"))
     assert torch.allclose(found, x @ w.T, atol=1e-5)
     weights = Pairs(torch.rand(8, 700) * 2 - 1, settings_of("hermes"), chip=3, number=0).weights(5.0, 1)
     assert torch.equal(weights * 2**14, (weights * 2**14).round())
+    converter = Converter(input_bits=3)
+    x = torch.tensor([-1.0, -0.4, 0.1, 0.0, 0.2, 1.0])
+    assert torch.allclose(converter.shown(x), torch.tensor([-1.0, -1 / 3, 0.0, 0.0, 1 / 3, 1.0]))
+    assert Converter(input_bits=8).shown(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("bits", [None, 7])
@@ -162,22 +166,13 @@ def test_a_converter_that_cannot_be_is_refused(wrong: dict[str, Any], message: s
     refuses(ValueError, message, Converter, **wrong)
 
 
-def test_a_converter_shows_its_codes() -> None:
-    converter = Converter(input_bits=3)
-    x = torch.tensor([-1.0, -0.4, 0.1, 0.0, 0.2, 1.0])
-    assert torch.allclose(converter.shown(x), torch.tensor([-1.0, -1 / 3, 0.0, 0.0, 1 / 3, 1.0]))
-    assert Converter(input_bits=8).shown(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]
-
-
 DEVICES = 2**18
 TIMES_S = {"1 s": 1.0, "1 h": 3600.0, "1 d": 86400.0, "1 y": 365.25 * 86400}
 
 
 def settings_of(name: str, **changes: Any) -> Any:
     """Return a preset's section; targets stand on the positive side only."""
-    settings = load_description(name, {"crossbar": changes} if changes else None).crossbar
-    assert settings is not None
-    return settings
+    return load_description(name, {"crossbar": changes} if changes else None).crossbar
 
 
 def found_moments(name: str, g: float, seconds: float) -> tuple[float, float, float, float]:

@@ -318,7 +318,6 @@ with open_device("gaussian", n_inputs=4, n_outputs=4, access={"exclusive": True}
 """
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
-    assert holder.stdin is not None
     try:
         assert holder.stdout.readline() == "open\n"
         refuses(DeviceBusy, f"is held by process {holder.pid} on .* since", scripted, exclusive=True)

@@ -62,7 +62,6 @@ def test_the_documented_command_calibrates_slmsuites_camera_from_its_frames(pair
     calibrated = opusim("device", "calibrate", *arguments, cwd=Path.cwd())
     assert calibrated.returncode == 0, calibrated.stderr
     found = load_description("calibrated/camera_low_light_measured.toml").camera
-    assert found is not None
     for key, error in (("gain_dn_per_e", 0.0028), ("read_noise_e", 0.0073)):  # standard errors of the table
         assert getattr(found.sensor, key) == pytest.approx(getattr(SENSOR.sensor, key), abs=5 * error)
 
@@ -205,15 +204,8 @@ def test_plans_of_bluesky_count_readings_and_close_a_device_that_fails() -> None
     assert len(set(map(id, opened))) == 1
     refuses(Exception, "the laser is off", documents_of, detector, lambda opu: plans.count([opu]))
     assert not any(device.is_open for device in opened)
-    taken = {"scanned": {"camera.name": 1.0}}
-    refuses(
-        ValueError,
-        "'camera.name' ends in a name that is taken, 'name'",
-        ophyd_detector,
-        "camera",
-        read,
-        **taken,
-    )
+    told, scanned = "'camera.name' ends in a name that is taken, 'name'", {"camera.name": 1.0}
+    refuses(ValueError, told, ophyd_detector, "camera", read, scanned=scanned)
 
 
 CALLS = {

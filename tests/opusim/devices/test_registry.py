@@ -20,6 +20,7 @@ from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.noise import NoiseModel
 from tests.opusim.common import refuses, spent_by
+from tests.support.certificates import certificate_of
 from tests.support.discrete_noise import DiscreteNoise
 
 
@@ -162,26 +163,25 @@ BETA = 1e-6
 
 
 def certificate(noise: NoiseModel) -> Certificate:
-    return Certificate(
-        device="gaussian",
-        description_digest=digest_of(DESCRIPTION),
-        date="2026-11-22",
-        n_inputs=2,
-        n_outputs=3,
-        frames=10,
-        confidence=0.95,
-        beta=BETA,
-        noise=OtherLaw(**noise.to_json()),
-    )
+    law = OtherLaw(**noise.to_json())
+    return certificate_of(DESCRIPTION, law, n_inputs=2, n_outputs=3, beta=BETA)
 
 
-def test_a_law_of_another_package_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_laws_of_other_packages_come_back_from_files_or_are_one_line(tmp_path: Path) -> None:
     law = Laplace(scale=np.array([0.09, 0.1, 0.11]), beta=BETA)
     path = tmp_path / "certificate.toml"
     certificate(law).write(path)
     device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
     device.attach_certificate(load_certificate(path))
     assert device.noise == law
+    unknown = certificate(Laplace(scale=np.ones(3), beta=BETA)).model_dump()
+    for law, message in (
+        ({"law": "unheard-of"}, "law = 'unheard-of': must be one of .*install the package"),
+        ({"law": "test-laplace", "width": 1.0}, "unexpected keyword argument 'width'"),
+    ):
+        made = Certificate.model_validate(unknown | {"noise": law})
+        device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
+        refuses(ConfigError, message, device.attach_certificate, made)
 
 
 @pytest.mark.parametrize(
@@ -194,17 +194,6 @@ def test_a_law_of_another_package_comes_back_from_its_file(tmp_path: Path) -> No
 def test_a_law_that_is_not_the_devices_is_refused(noise: NoiseModel, message: str) -> None:
     device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
     refuses(ConfigError, message, device.attach_certificate, certificate(noise))
-
-
-def test_an_unknown_law_or_wrong_numbers_are_one_line() -> None:
-    unknown = certificate(Laplace(scale=np.ones(3), beta=BETA)).model_dump()
-    for law, message in (
-        ({"law": "unheard-of"}, "law = 'unheard-of': must be one of .*install the package"),
-        ({"law": "test-laplace", "width": 1.0}, "unexpected keyword argument 'width'"),
-    ):
-        made = Certificate.model_validate(unknown | {"noise": law})
-        device = LaplaceDevice(DESCRIPTION, n_inputs=2, n_outputs=3)
-        refuses(ConfigError, message, device.attach_certificate, made)
 
 
 def test_noise_of_hardware_is_that_of_one_width_of_its_window() -> None:

@@ -199,7 +199,7 @@ def test_locks_of_devices_and_runs_write_into_no_other_file(
     assert [victim.read_text() for victim in victims] == before
 
 
-def test_a_lock_names_its_holder_and_is_given_back(tmp_path: Path) -> None:
+def test_a_lock_names_its_holder_and_asking_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "device.lock"
     for _ in range(2):
         with held(path):
@@ -210,9 +210,22 @@ def test_a_lock_names_its_holder_and_is_given_back(tmp_path: Path) -> None:
     other = tmp_path / "other.lock"
     with held(path), held(other):
         pass
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    assert not path.exists()
+    with held(path):
+        before = path.read_bytes()
+        assert is_held(path)
+        assert path.read_bytes() == before
+    assert not is_held(path)
+    with held(path):  # asking took nothing away
+        pass
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert not is_held(pipe)
 
 
-def test_locks_are_in_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_in_a_folder_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     runtime, shared = tmp_path / "runtime", tmp_path / "shared"
     runtime.mkdir(mode=0o700)
@@ -227,9 +240,6 @@ def test_locks_are_in_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.M
     use.acquire()
     use.release()
     assert stat.S_IMODE(lock_folder().stat().st_mode) == 0o700
-
-
-def test_a_folder_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -242,19 +252,3 @@ def test_a_folder_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.Mon
     lock_folder().chmod(0o777)
     refuses(DeviceUnavailable, "folder is a link, or other users may enter", ExclusiveUse("gaussian").acquire)
     assert not list(elsewhere.iterdir())
-
-
-def test_asking_who_holds_a_lock_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    assert not is_held(path)
-    assert not path.exists()
-    with held(path):
-        before = path.read_bytes()
-        assert is_held(path)
-        assert path.read_bytes() == before
-    assert not is_held(path)
-    with held(path):  # asking took nothing away
-        pass
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert not is_held(pipe)

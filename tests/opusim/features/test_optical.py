@@ -76,7 +76,7 @@ def test_features_are_the_devices_readings_of_the_code() -> None:
     np.testing.assert_allclose(found, linear, rtol=1e-5, atol=1e-5)
 
 
-def test_planes_are_joined_before_they_are_returned() -> None:
+def test_planes_are_joined_and_blocks_are_the_features_in_parts() -> None:
     features = OpticalFeatures(30, encoder=BitPlaneEncoder(4, layout="separated"), linear=True).fit(DIGITS)
     found = features.transform(DIGITS[:5])
     matrix = features.device_.require("matrix").matrix().numpy()
@@ -85,9 +85,6 @@ def test_planes_are_joined_before_they_are_returned() -> None:
     wide = clone(features).set_params(encoder=BitPlaneEncoder(4, layout="separated", joined="concatenated"))
     assert wide.fit_transform(DIGITS[:5]).shape == (5, 120)
     assert len(wide.get_feature_names_out()) == 120
-
-
-def test_blocks_are_the_features_in_parts() -> None:
     features = OpticalFeatures(30).fit(DIGITS)
     blocks = list(features.blocks(DIGITS[:25], batch_size=10))
     assert [len(block) for block in blocks] == [10, 10, 5]

@@ -33,7 +33,7 @@ from tests.support.served import Laboratory, ServerProcess, new_laboratory, serv
 EXAMPLES = ROOT / "examples" / "serving"
 
 
-def test_keys_are_made_by_one_command(tmp_path: Path) -> None:
+def test_keys_are_made_by_one_command_which_a_server_without_them_names(tmp_path: Path) -> None:
     done = opusim("device", "keys", "new", "alice", cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     secret = tmp_path / "opusim" / "keys" / "alice.key"
@@ -43,9 +43,6 @@ def test_keys_are_made_by_one_command(tmp_path: Path) -> None:
     again = opusim("device", "keys", "new", "alice", cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
     assert "alice: is there already; choose another name" in again.stderr
-
-
-def test_a_server_without_keys_says_how_to_make_them(tmp_path: Path) -> None:
     words = ("device", "serve", "gaussian", "--bind", "tcp://127.0.0.1:*", "--keys", tmp_path)
     done = opusim(*words, cwd=tmp_path)
     assert done.returncode == 2

@@ -21,13 +21,13 @@ from opusim.serving.journal import read_journal
 from opusim.serving.server import Limits
 from opusim.serving.sessions import TURN_S, Work
 from opusim.testing.faults import KIND, FaultyDevice, faulty_device
-from tests.opusim.common import refuses
+from tests.opusim.common import changed, refuses, ternary
 from tests.support.killing import start_child
 from tests.support.patience import eventually, patient
 from tests.support.served import ForkedServer, Laboratory, clients, served_and_local, serving
 from tests.support.slow_network import slow_network
 
-X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
+X = ternary(16, 12, 5)
 WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 9}
 
 
@@ -152,15 +152,14 @@ def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
     """Three calls of one client go between the batches of another one's call, which lasts until they are done."""
     begun, done, read = threading.Event(), threading.Event(), list[tuple[bool, int]]()
 
-    class Noted(GaussianDevice):
-        def _project(self, x: torch.Tensor) -> torch.Tensor:
-            read.append((bool(x.any()), len(x)))
-            if not x.any():
-                begun.set()
-                done.wait(0.1)
-            return super()._project(x)
+    def project(self: Any, x: torch.Tensor) -> torch.Tensor:
+        read.append((bool(x.any()), len(x)))
+        if not x.any():
+            begun.set()
+            done.wait(0.1)
+        return GaussianDevice._project(self, x)
 
-    register_device("noted", Noted)
+    register_device("noted", changed(GaussianDevice, _project=project))
     served = SHARED | {"kind": "noted", "n_outputs": 4}
     with clients(lab, served, {}, {}) as (greedy, modest):
         read.clear()
@@ -182,18 +181,14 @@ def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory, pace
     """1 ms a vector; noise drawn alone takes as long, and a client that leaves pays for what was read."""
     read = list[int]()
 
-    class Hardware(GaussianDevice):
-        def _project(self, x: torch.Tensor) -> torch.Tensor:
-            read.append(len(x))
-            time.sleep(0.001 * len(x))
-            return super()._project(x)
+    def slowly(rows: int) -> None:
+        read.append(rows)
+        time.sleep(0.001 * rows)
 
-        def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-            read.append(shape[0])
-            time.sleep(0.001 * shape[0])
-            return super()._draw(shape)
-
-    register_device("hardware", Hardware)
+    project, draw = GaussianDevice._project, GaussianDevice._draw
+    changes = {"_project": lambda self, x: (slowly(len(x)), project(self, x))[1]}
+    changes["_draw"] = lambda self, shape: (slowly(shape[0]), draw(self, shape))[1]
+    register_device("hardware", changed(GaussianDevice, **changes))
     before = len(journal_of(lab))
     with serving(lab, "gaussian", SHARED | {"kind": "hardware", "n_outputs": 4}) as address:
         read.clear()
@@ -214,7 +209,7 @@ def test_a_suspended_call_reads_as_a_local_one(lab: Laboratory, monkeypatch: pyt
     """A simulation is read in one; other clients have their turn between the tiles of its medium."""
     monkeypatch.setattr("opusim.serving.server.TURN_S", 0.005)
     medium, window = {"dense_limit_mib": 0}, {"n_inputs": 20_000, "n_outputs": 2048, "seed": 9}
-    x = torch.randint(-1, 2, (3, 20_000), generator=torch.Generator().manual_seed(5))
+    x = ternary(3, 20_000, 5)
     with open_device("gaussian", medium=medium, **window) as device:
         expected = [device.project(x), device.project(x)]
     resumed = list[int]()
@@ -315,22 +310,21 @@ def test_a_call_repeated_after_a_broken_connection_has_its_own_reading(lab: Labo
         assert network.carried >= 3
 
 
-class Slow(GaussianDevice):  # takes its time for few rows
-    pause_s = 1.0
-
-    def _project(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.0 if len(x) > 100 else self.pause_s)
-        return super()._project(x)
-
-
 @patient
 def test_a_call_that_takes_too_long_is_given_up(lab: Laboratory, pace: float) -> None:
-    register_device("slow", Slow)
-    Slow.pause_s, limit = pace, 0.3 * pace
-    told, slow = f"did not finish a call within {limit:g} s", {"kind": "slow"}
-    limits = f"timeout_s={limit:g}&silence_s={pace:g}"
-    with serving(lab, "gaussian", slow) as address, open_device(f"{address}?{limits}", **WINDOW) as device:
-        refuses(DeviceTimeout, told, device.project, X)
+    def project(self: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.0 if len(x) > 100 else pace)
+        return GaussianDevice._project(self, x)
+
+    register_device("slow", changed(GaussianDevice, _project=project))
+    told, limits = (
+        f"did not finish a call within {0.3 * pace:g} s",
+        f"timeout_s={0.3 * pace:g}&silence_s={pace:g}",
+    )
+    with serving(lab, "gaussian", {"kind": "slow"}) as address:
+        device = open_device(f"{address}?{limits}", **WINDOW)
+        with device:
+            refuses(DeviceTimeout, told, device.project, X)
 
 
 @pytest.mark.slow
@@ -352,41 +346,31 @@ def test_an_abandoned_call_does_not_block_the_next(lab: Laboratory) -> None:
 def test_an_instrument_that_cannot_be_read_is_closed() -> None:
     held = list[int]()
 
-    class Dead(GaussianDevice):
-        def _open(self) -> None:
-            held.append(1)
+    def project(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise DeviceFault("it shows nothing")
 
-        def _close(self) -> None:
-            held.pop()
-
-        def _project(self, x: torch.Tensor) -> torch.Tensor:
-            raise DeviceFault("it shows nothing")
-
-    register_device("dead", Dead)
-    served = SHARED | {"kind": "dead", "n_outputs": 4}
-    refuses(DeviceFault, "it shows nothing", Instrument, load_description("gaussian", served))
+    parts = {"_open": lambda self: held.append(1), "_close": lambda self: held.pop(), "_project": project}
+    register_device("dead", changed(GaussianDevice, **parts))
+    served = load_description("gaussian", SHARED | {"kind": "dead", "n_outputs": 4})
+    refuses(DeviceFault, "it shows nothing", Instrument, served)
     assert not held
 
 
-def test_noise_below_the_law_stops_every_client(lab: Laboratory, faulty: None) -> None:
-    served = broken("noise halved", 3, monitor={"every_steps": 1})
+def test_noise_below_the_law_stops_every_client_or_one_with_its_own_baseline(
+    lab: Laboratory, faulty: None
+) -> None:
+    served, other_window = broken("noise halved", 3, monitor={"every_steps": 1}), {**WINDOW, "seed": 1}
+    weak = (NoiseBelowCertificate, "blank frames scatter")
     with serving(lab, "gaussian", served) as address:
-        with open_device(address, **WINDOW) as one, open_device(address, **{**WINDOW, "seed": 1}) as other:
+        with open_device(address, **WINDOW) as one, open_device(address, **other_window) as other:
             other.seek(1)
             other.project(X)
-            refuses(NoiseBelowCertificate, "blank frames scatter", train, 60, one)
-            refuses(NoiseBelowCertificate, "blank frames scatter", other.project, X)
-        with pytest.raises(NoiseBelowCertificate):
-            open_device(address, **WINDOW)
-
-
-def test_a_client_with_its_own_baseline_stops_alone(lab: Laboratory, faulty: None) -> None:
-    """It may have made the baseline up."""
-    served = broken("noise halved", 3, monitor={"every_steps": 1})
-    with clients(lab, served, WINDOW, {**WINDOW, "seed": 1}) as (one, other):
-        assert one.monitor.baseline is not None
-        one.compare_with(one.monitor.baseline)
-        refuses(NoiseBelowCertificate, "blank frames scatter", train, 60, one)
+            refuses(*weak, train, 60, one)
+            refuses(*weak, other.project, X)
+        refuses(NoiseBelowCertificate, ".", open_device, address, **WINDOW)
+    with clients(lab, served, WINDOW, other_window) as (one, other):
+        one.compare_with(one.monitor.baseline)  # which it may have made up
+        refuses(*weak, train, 60, one)
         other.seek(1)
         assert other.project(X).shape == (16, 40)
 

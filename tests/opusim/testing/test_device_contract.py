@@ -79,6 +79,18 @@ class TestOwn(DeviceContract):
         return self.kind(load_description("gaussian"), **WINDOW, **options).open()
 
 
+def quieter(self: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    return 0.95 * GaussianDevice._draw(self, shape)
+
+
+def flipped(self: Any) -> torch.Tensor:
+    return GaussianDevice.matrix(self).flip(0)
+
+
+def incoherent(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return CameraDevice._intensities(self, x) * (1 + x.sum(1, keepdim=True) ** 2)
+
+
 def repeating(self: Any, x: torch.Tensor) -> torch.Tensor:
     self._stream.seek(0)
     return GaussianDevice._project(self, x)
@@ -113,11 +125,12 @@ PRODUCTS, SEEK = "test_products_are_those_of_the_told_matrix", "test_seek_repeat
 BATCH, DRAWN = "test_a_reading_does_not_depend_on_its_batch", "test_the_noise_drawn_is_the_reported_one"
 NOISY = "test_the_noise_of_readings_is_the_reported_one"
 STAYS = "test_the_matrix_stays_over_opening_and_closing"
+ROLLED = reading(lambda self, y: y.roll(self.opened, dims=1))
+MATRIX, REALISED = "test_the_matrix_is_that_of_the_readings", "test_a_programmed_matrix_is_told_as_realised"
+FIELD = "test_intensities_are_those_of_one_field"
 DECLARES = "test_it_can_do_what_it_declares_and_names_what_it_lacks"
 BROKEN: dict[str, tuple[type[NoisyDevice], dict[str, Any], str]] = {
-    "5 % less noise than it says": (
-        *(GaussianDevice, {"_draw": lambda self, shape: 0.95 * GaussianDevice._draw(self, shape)}, DRAWN),
-    ),
+    "5 % less noise than it says": (GaussianDevice, {"_draw": quieter}, DRAWN),
     "the same noise in every reading": (GaussianDevice, {"_project": repeating}, FRESH),
     "entries too large": (GaussianDevice, reading(lambda self, y: 1.5 * y), LINEAR),
     "more noise than it says": (GaussianDevice, reading(lambda self, y: 1.5 * y), NOISY),
@@ -125,32 +138,14 @@ BROKEN: dict[str, tuple[type[NoisyDevice], dict[str, Any], str]] = {
     "pixels taken for fields": (Lawless, reading(lambda self, y: y.square()), LINEAR),
     "its shutter closed": (Lawless, reading(lambda self, y: self._draw(y.shape)), LINEAR),
     "every reading scaled by its batch": (Lawless, {"_project": by_its_batch}, BATCH),
-    "another matrix at each opening": (
-        Lawless,
-        {"opened": 0, "_open": restless, **reading(lambda self, y: y.roll(self.opened, dims=1))},
-        STAYS,
-    ),
+    "another matrix at each opening": (Lawless, {"opened": 0, "_open": restless, **ROLLED}, STAYS),
     "not going back to a step": (GaussianDevice, {"_seek": lambda self, step: None}, SEEK),
     "declaring what it has not": (GaussianDevice, {"can": GaussianDevice.can | {"multiply"}}, DECLARES),
-    "telling the matrix of another device": (
-        GaussianDevice,
-        {"matrix": lambda self: GaussianDevice.matrix(self).flip(0)},
-        "test_the_matrix_is_that_of_the_readings",
-    ),
-    "telling the matrix that was wanted": (
-        *(Crossbar, {"program": wishful}, "test_a_programmed_matrix_is_told_as_realised"),
-    ),
+    "telling the matrix of another device": (GaussianDevice, {"matrix": flipped}, MATRIX),
+    "telling the matrix that was wanted": (Crossbar, {"program": wishful}, REALISED),
     "products without noise": (Crossbar, {"_product": lambda self, x: x @ self._weights.T}, PRODUCTS),
     "multiplying by the matrix that it had": (Crossbar, {"multiply": stale}, PRODUCTS),
-    "adding light that does not interfere": (
-        CameraDevice,
-        {
-            "_intensities": lambda self, x: (
-                CameraDevice._intensities(self, x) * (1 + x.sum(1, keepdim=True) ** 2)
-            )
-        },
-        "test_intensities_are_those_of_one_field",
-    ),
+    "adding light that does not interfere": (CameraDevice, {"_intensities": incoherent}, FIELD),
 }
 
 

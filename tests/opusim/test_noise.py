@@ -108,14 +108,8 @@ def test_bad_numbers_are_named(build: object, message: str) -> None:
     refuses(ValueError, message, build)
 
 
-BAD = [
-    (LATTICE, key, value)
-    for key, value in (("std_high", 0.01), ("std_low", -1.0), ("step", 0.0), ("conversions", 0))
-]
-BAD += [
-    (FLUCTUATING, key, value)
-    for key, value in (("power_law", "uniform"), ("power_rms", -0.1), ("power_rms", 0.3))
-]
+BAD = [*zip([LATTICE] * 4, ("std_high", "std_low", "step", "conversions"), (0.01, -1.0, 0.0, 0), strict=True)]
+BAD += [(FLUCTUATING, "power_law", "uniform"), *((FLUCTUATING, "power_rms", rms) for rms in (-0.1, 0.3))]
 BAD += [(LATTICE, "beta", 1.0), (FLUCTUATING, "beta", 1.0), (FLUCTUATING, "rate_high", np.full((2, 3), 0.5))]
 
 

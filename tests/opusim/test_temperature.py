@@ -32,7 +32,7 @@ X = torch.randint(-1, 2, (6, 10), generator=torch.Generator().manual_seed(3)).fl
 RANGE = {"temperature_ref_c": 25.0, "temperature_min_c": -30.0}
 DOUBLING = DoublingDarkCurrent(dark_current_ref_e_per_s=30.0, doubling_k=6.5, temperature_max_c=60.0, **RANGE)
 ARRHENIUS = ArrheniusDarkCurrent(
-    dark_current_ref_e_per_s=30.0, activation_ev=0.63, temperature_max_c=60.0, **RANGE
+    dark_current_ref_e_per_s=30, activation_ev=0.63, temperature_max_c=60, **RANGE
 )
 BOLTZMANN, CHARGE = 1.380649e-23, 1.602176634e-19  # SI of 2019, written out again
 TABLE = TableDarkCurrent(temperatures_c=(-20.0, 10.0, 50.0), dark_currents_e_per_s=(0.27, 2.7, 81.0))

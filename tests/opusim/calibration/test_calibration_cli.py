@@ -120,10 +120,8 @@ def test_the_described_dark_charge_is_not_counted_twice(tmp_path: Path) -> None:
     # 20 s of exposure at 30 electrons a second: 600 electrons in every dark frame
     rng, sensor = np.random.default_rng(5), Sensor(read=5.0, dark_spread=1e-3)
     pixels, light = Pixels(sensor, rng, (60, 80)), np.linspace(200, 4000, 8)
-    dark, flat = (
-        pixels.take(0.0, 20.0, 8)[None],
-        np.stack([pixels.take(photons, 20.0, 8) for photons in light]),
-    )
+    dark = pixels.take(0.0, 20.0, 8)[None]
+    flat = np.stack([pixels.take(photons, 20.0, 8) for photons in light])
     exposures = {"dark_exposure_us": np.array([2e7]), "flat_exposure_us": np.full(8, 2e7)}
     np.savez(tmp_path / "frames.npz", dark=dark, flat=flat, flat_photons=light, bits=12, **exposures)
     run_device("calibrate", "camera_low_light", "--recorded", tmp_path / "frames.npz", "--out", tmp_path)

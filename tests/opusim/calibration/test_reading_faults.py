@@ -151,9 +151,8 @@ def test_sound_readings_fail_none_and_broken_devices_are_refused(seed: int) -> N
         for shape in ((N, 600), (4, 60, 100), (30, 1), (2, 200, 3)):
             found = evaluate_readings((3 + 2.7 * normal(random, *shape)).astype(number_type), beta=1e-6)
             assert found.is_gaussian, [test for test in found.tests if not test.holds]
-    assert {name: attempt(broken, 9000) for name, broken in BROKEN.items()} == {
-        name: "refused" if broken else "holds" for name, broken in BROKEN.items()
-    }
+    wanted = {name: "refused" if broken else "holds" for name, broken in BROKEN.items()}
+    assert {name: attempt(broken, 9000) for name, broken in BROKEN.items()} == wanted
 
 
 def test_noise_that_depends_on_the_input_or_is_used_again_is_seen(seed: int) -> None:

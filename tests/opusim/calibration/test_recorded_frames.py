@@ -171,9 +171,7 @@ class Hostile:
         return pytest.fail, ("a pickle was loaded",)
 
 
-def test_pickles_too_few_bits_and_too_much_data_are_refused(
-    arrays: Arrays, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pickles_few_bits_and_huge_data_are_refused(arrays: Arrays, tmp_path: Path, monkeypatch: Any) -> None:
     np.savez(tmp_path / "frames.npz", **arrays | {"dark": np.array([[[[Hostile()]]]])})
     refuses(ConfigError, "cannot be read", read_frames, tmp_path / "frames.npz")
     as_npy_stacks(tmp_path, arrays)
@@ -193,9 +191,8 @@ Writer = Callable[[Path, Arrays], Path]
 
 def image(name: str, *channels: int) -> Writer:
     """Write one image."""
-    return lambda folder, _: (
-        Image.fromarray(np.zeros((24, 32, *channels), np.uint8)).save(folder / name) or folder
-    )
+    pixels = Image.fromarray(np.zeros((24, 32, *channels), np.uint8))
+    return lambda folder, _: pixels.save(folder / name)
 
 
 def stack(name: str, kind: str = "dark", rows: slice = slice(None)) -> Writer:
@@ -295,9 +292,7 @@ def test_images_are_as_square_as_the_outputs_allow() -> None:
 
 @pytest.mark.slow
 @pytest.mark.compiled
-def test_the_standards_program_finds_the_configured_constants(
-    tmp_path: Path, seed: int, monkeypatch: Any
-) -> None:
+def test_the_standards_program_finds_the_constants(tmp_path: Path, seed: int, monkeypatch: Any) -> None:
     # The package's last release was written for numpy 1.
     monkeypatch.setattr(np, "asfarray", lambda a: np.asarray(a, dtype=float), raising=False)
     emva1288 = pytest.importorskip("emva1288.process", reason="pip install -r requirements-dev.txt")

@@ -1,5 +1,7 @@
 """Cameras whose light or dark charge varies over frames or outputs: constants stay right, or no law is certified."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -268,8 +270,8 @@ class ColdPixels(CameraDevice):  # a few pixels have no dark current
 
 
 def calibration_of(
-    kind: type[CameraDevice], name: str, seed: int, frames: int = 32, outputs: int = 1000, **sections: object
-) -> Calibration:
+    kind: type, name: str, seed: int, frames: int = 32, outputs: int = 1000, **sections: Any
+) -> Any:
     with kind(load_description(name, dict(sections)), n_inputs=12, n_outputs=outputs, seed=seed) as device:
         return calibrate(device, plan=Plan(frames=frames), readings=60)
 
@@ -287,9 +289,7 @@ def test_a_clipped_black_level_moves_no_limit(seed: int) -> None:
 
 @NAMES
 @pytest.mark.parametrize("kind", [pytest.param(Vignetting, marks=pytest.mark.slow), OneBrightOutput])
-def test_light_that_is_spread_otherwise_earns_no_law_of_an_outputs_light(
-    kind: type, name: str, seed: int
-) -> None:
+def test_light_spread_otherwise_earns_no_law_of_an_outputs_light(kind: type, name: str, seed: int) -> None:
     found = calibration_of(kind, name, seed).certificate
     assert [test.text for test in found.tests if not test.holds and test.text.startswith(SPREAD)]
     law = found.noise

@@ -170,11 +170,10 @@ def open_at(exposure_ms: float, gain: float, temperature_c: float, bits: int, se
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("exposure_ms", "gain", "temperature_c", "bits"), GRID)
-def test_a_frames_variance_is_the_closed_form(
-    exposure_ms: float, gain: float, temperature_c: float, bits: int, seed: int
-) -> None:
-    with open_at(exposure_ms, gain, temperature_c, bits, seed) as device:
+@pytest.mark.parametrize("point", GRID)
+def test_a_frames_variance_is_the_closed_form(point: tuple, seed: int) -> None:
+    exposure_ms, gain, temperature_c, _ = point
+    with open_at(*point, seed) as device:
         dn = device.flat_frames(200, photons=60.0).astype(float)
         dark = 30.0 * 2 ** ((temperature_c - 25) / 6.5) * exposure_ms * 1e-3
         rate = 0.8 * 60 * device.exposure.response + dark
@@ -185,12 +184,11 @@ def test_a_frames_variance_is_the_closed_form(
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("exposure_ms", "gain", "temperature_c", "bits"), GRID)
-def test_a_readings_variance_is_that_of_the_formula(
-    exposure_ms: float, gain: float, temperature_c: float, bits: int, seed: int
-) -> None:
+@pytest.mark.parametrize("point", GRID)
+def test_a_readings_variance_is_that_of_the_formula(point: tuple, seed: int) -> None:
+    exposure_ms, gain, temperature_c, _ = point
     x = ternary(1, 20, seed)
-    with open_at(exposure_ms, gain, temperature_c, bits, seed) as device:
+    with open_at(*point, seed) as device:
         y = device.project(x.repeat(300, 1)).double().numpy()
         variance = device.reading_variance(x).numpy()
         frames = torch.cat([x > 0, x <= 0, x < 0, x >= 0]).float()

@@ -29,9 +29,7 @@ POWER = {"law": "log_normal", "rms": 0.05}
 PLACES = {"n_inputs": 20, "n_outputs": 60, "seed": 3}
 
 
-def holographic(
-    steps: int = 4, beam: dict[str, Any] | None = None, window: dict[str, Any] | None = None, **camera: Any
-) -> CameraDevice:
+def holographic(steps: int = 4, beam: Any = None, window: Any = None, **camera: Any) -> CameraDevice:
     frames, places = {"frames_per_projection": 2 * steps}, PLACES | (window or {})
     settings = {"reference_beam": {"steps": steps} | (beam or {})}
     return open_device("camera_holography", frames=frames, camera=settings | camera, **places)

@@ -15,9 +15,8 @@ from opusim.devices.registry import open_device
 from opusim.randomness.streams import SeededStream
 from tests.opusim.common import refuses, z_of_variance
 
-SENSOR = Sensor(
-    gain_dn_per_e=1.0, shot_noise=True, full_well_e=4000.0, read_noise_e=1.6, black_level_dn=20.0, adc_bits=12
-)
+COUNTS = {"shot_noise": True, "full_well_e": 4000.0, "read_noise_e": 1.6, "black_level_dn": 20.0}
+SENSOR = Sensor(gain_dn_per_e=1.0, adc_bits=12, **COUNTS)
 SENSORS = [
     *(SENSOR, replace(SENSOR, gain_dn_per_e=0.3), replace(SENSOR, gain_dn_per_e=2.7, black_level_dn=0.0)),
     *(replace(SENSOR, read_noise_e=0.0), replace(SENSOR, full_well_e=12.0, adc_bits=5)),

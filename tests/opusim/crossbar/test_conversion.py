@@ -200,10 +200,8 @@ def without_devices(model: nn.Module) -> dict[str, Tensor]:
 def test_states_of_digital_and_of_converted_networks_load_into_each_other() -> None:
     source, images = convolutional(1), torch.randn(3, 1, 3, 3)
     exact = {"crossbar": EXACT}
-    with (
-        convert(source, "pcm", **exact) as analog,
-        convert(convolutional(2), "pcm", **exact, seed=1) as other,
-    ):
+    other = convert(convolutional(2), "pcm", **exact, seed=1)
+    with convert(source, "pcm", **exact) as analog, other:
         state, bare = source.state_dict(), without_devices(analog.model)
         for target, given in ((other, state), (other.model, state), (other.model, bare)):
             with torch.no_grad():

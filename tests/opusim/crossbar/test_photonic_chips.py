@@ -111,9 +111,7 @@ def test_splitters_err_as_published() -> None:
     """|dU| / sqrt(N) = sqrt(2 N) sigma: Hamerly et al., Nature Communications 13, 6831 (2022); exactly 2 (N - 1)."""
     sigma = 0.004
     wanted = 2 * 23 * sigma**2  # planted: one splitter for each
-    mean_errors(
-        lambda m, rng: m.field(sigma * rng.normal(size=(len(m.modes), 2))), wanted, planted=wanted / 2
-    )
+    mean_errors(lambda m, rng: m.field(sigma * rng.normal(size=(len(m.modes), 2))), wanted, wanted / 2)
 
 
 def test_loss_harms_a_triangle_more() -> None:
@@ -379,9 +377,8 @@ def test_a_foreign_chip_is_tiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(kinds, "_registered", {"lab_crossbar": LabCrossbar})
     own = tmp_path / "ports.toml"
     text = (PACKAGE / "lab_crossbar.toml").read_text()
-    own.write_text(
-        text.replace("n_inputs = 512", "n_inputs = 64").replace("n_outputs = 2048", "n_outputs = 64")
-    )
+    text = text.replace("n_inputs = 512", "n_inputs = 64")
+    own.write_text(text.replace("n_outputs = 2048", "n_outputs = 64"))
     torch.manual_seed(1)
     layer = torch.nn.Linear(130, 100)
     with convert(layer, own, compensate_drift=False) as analog:

@@ -245,8 +245,8 @@ def test_the_stated_moments_are_those_of_devices(name: str, seconds: float) -> N
         ("hermes", "spread", 0.97, "1 s"),
     ],
 )
-def test_a_constant_that_is_3_percent_off_is_found(
-    preset: str, function: str, factor: float, time: str, monkeypatch: pytest.MonkeyPatch
+def test_a_constant_3_percent_off_is_found(
+    preset: str, function: str, factor: float, time: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(conductances, function, scaled(function, factor))
     assert not agrees(preset, 1.0, TIMES_S[time])

@@ -68,9 +68,7 @@ class Failing:  # raises an error the first few times
 
 
 @pytest.mark.parametrize("kind", [DeviceTimeout, DeviceUnavailable, DeviceBusy])
-def test_a_failure_that_passes_is_survived_by_reconnecting(
-    kind: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_that_passes_is_survived(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     with scripted(attempts=4, backoff_s=0.5) as device, scripted() as healthy:

@@ -127,9 +127,8 @@ def test_micro_managers_demo_camera_gives_frames() -> None:
     grabber = MicroManagerCamera(core, waits.append)
     assert (grabber.bits, grabber.shape) == (12, (512, 512))
     for binning in (1, 2):
-        assert (
-            grabber.configure(exposure_us=500.0, roi=(16, 32, 64, 48), binning=binning, trigger=True) == 500.0
-        )
+        settings = {"exposure_us": 500.0, "roi": (16, 32, 64, 48), "trigger": True}
+        assert grabber.configure(binning=binning, **settings) == 500.0
         frames, numbers = grabber.grab(5)
         assert (frames.shape, frames.dtype) == ((5, 64 // binning, 48 // binning), np.uint16)
         assert np.diff([*numbers, *grabber.grab(2)[1]]).tolist() == [1] * 6

@@ -20,12 +20,11 @@ def silent(*, n_outputs: int = 300, **camera: object) -> CameraDevice:
     return open_device("camera", n_inputs=60, n_outputs=n_outputs, camera=settings)
 
 
+BARE = {"anchor": {"frames": 0, "reference_share": 0.0}}
+
+
 @pytest.mark.parametrize(
-    "extra",
-    [
-        *({}, {"grain_correlation": 0.3}, {"grain_pixels": 3}, {"speckle_modes": 3}),
-        {"anchor": {"frames": 0, "reference_share": 0.0}},
-    ],
+    "extra", [{}, {"grain_correlation": 0.3}, {"grain_pixels": 3}, {"speckle_modes": 3}, BARE]
 )
 def test_the_noiseless_twin_is_the_ideal_device_on_its_matrix(extra: dict[str, object], seed: int) -> None:
     x = ternary(9, 60, seed)
@@ -52,7 +51,7 @@ def test_a_measured_anchor_changes_the_matrix_and_keeps_the_identity(seed: int) 
 
 def test_recovery_uses_intensities_as_the_formula_says(seed: int) -> None:
     x = ternary(3, 60, seed)
-    with silent(anchor={"frames": 0, "reference_share": 0.0}) as device:
+    with silent(**BARE) as device:
         positive, negative = split_frames(x)
         anchor = torch.ones(1, 60, dtype=torch.uint8)
         shown = torch.cat([positive, 1 - positive, negative, 1 - negative, anchor])
@@ -84,7 +83,7 @@ def test_entries_of_the_effective_matrix_are_standard_normal(seed: int) -> None:
 
 
 def test_without_reference_mirrors_rows_sum_to_zero() -> None:
-    with silent(anchor={"frames": 0, "reference_share": 0.0}) as device:
+    with silent(**BARE) as device:
         assert device.matrix().sum(1).abs().max() < 1e-3
         assert device.speckle.law.reference == 0
 

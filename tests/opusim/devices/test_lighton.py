@@ -105,9 +105,10 @@ def test_ctrl_c_passes() -> None:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("content", "words"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "must be a JSON table")]
-)
+BROKEN = {None: "cannot be read", "{": "is not JSON", "[]": "must be a JSON table"}
+
+
+@pytest.mark.parametrize(("content", "words"), BROKEN.items())
 def test_a_broken_configuration_of_the_appliance_is_named(tmp_path: Path, content: Any, words: str) -> None:
     file = tmp_path / "opu.json"
     if content is not None:

@@ -98,12 +98,12 @@ def test_a_saturated_camera_is_found() -> None:
 
 
 def faulty(
-    name: str, fault: Fault, at_step: int = 1, every: int = 1, amount: Any = None, **changes: Any
+    name: str, fault: Fault, at_step: int = 1, every: int = 1, amount: Any = None, **other: Any
 ) -> Any:
     """A packaged device with 256 outputs that breaks at a step and is checked at every step."""
     window = {"n_inputs": 10, "n_outputs": 256}
-    window |= {key: changes.pop(key) for key in ("n_outputs", "seed") if key in changes}
-    description = load_description(name, {"monitor": {"every_steps": every}, **changes})
+    window |= {key: other.pop(key) for key in ("n_outputs", "seed") if key in other}
+    description = load_description(name, {"monitor": {"every_steps": every}, **other})
     options = {"kind": description.kind, "fault": fault.value, "at_step": at_step}
     options |= {} if amount is None else {"amount": amount}
     return faulty_device(description.model_copy(update={"kind": KIND, "options": options}), **window).open()
@@ -202,9 +202,7 @@ def alarms_of_five(name: str, window: tuple[int, int], overrides: dict[str, Any]
 
 @pytest.mark.slow
 @pytest.mark.compiled
-def test_noise_that_outputs_share_would_give_false_alarms_as_independent_noise(
-    seed: int, monkeypatch: Any
-) -> None:
+def test_shared_noise_would_give_false_alarms_as_independent_noise(seed: int, monkeypatch: Any) -> None:
     shaky = {"camera": {"light": {"power": POWER | {"rms": 0.1}}}}
     assert alarms_of_five("camera_low_light", (10, 256), shaky, seed) <= 1
     monkeypatch.setattr("opusim.camera.diagnosis._shared", lambda values, own: 0.0)
@@ -341,10 +339,10 @@ def test_a_configuration_that_saturates_does_not_open(name: str, camera: dict[st
         assert device.is_open
 
 
-@pytest.mark.parametrize(
-    ("fault", "amount"),
-    [(Fault.LIGHT_CHANGED, 1.029), (Fault.LIGHT_CHANGED, 0.971), (Fault.DEAD_OUTPUTS, 2 / 256)],
-)
+WITHIN = [(Fault.LIGHT_CHANGED, 1.029), (Fault.LIGHT_CHANGED, 0.971), (Fault.DEAD_OUTPUTS, 2 / 256)]
+
+
+@pytest.mark.parametrize(("fault", "amount"), WITHIN)
 def test_changes_within_the_tolerances_pass(fault: Fault, amount: float, seed: int) -> None:
     """Where hardly any noise hides them."""
     device = faulty("gaussian", fault, amount=amount, seed=seed, noise={"sigma": 0.05})

@@ -15,9 +15,7 @@ COUNT = 2**20
 
 
 @pytest.mark.parametrize("dense_limit_mib", [1024, 0])
-def test_a_medium_and_its_projections_are_the_cpus_to_the_last_bit(
-    gpu: Any, dense_limit_mib: float, seed: int
-) -> None:
+def test_a_medium_and_its_projections_are_the_cpus(gpu: Any, dense_limit_mib: float, seed: int) -> None:
     medium = Medium(3001, 2055, 7, dense_limit_mib=dense_limit_mib)
     window = (range(13, 1901), range(5, 2990))
     assert torch.equal(medium.tile(*window, gpu).cpu(), medium.tile(*window))

@@ -4,7 +4,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -66,9 +66,7 @@ def test_a_registered_kind_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     refuses(TypeError, "must be callable", register_device, "other", None)
 
 
-def test_missing_capabilities_and_wrong_windows_and_sections_are_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_capabilities_and_wrong_windows_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     with open_device("gaussian", n_inputs=2, n_outputs=3) as device:
         assert torch.equal(device.require("matrix").matrix(), device.matrix())
         refuses(CapabilityMissing, "'gaussian' .* lacks the capability", device.require, "program")
@@ -200,9 +198,8 @@ def test_noise_of_hardware_is_that_of_one_width_of_its_window() -> None:
     """lightonml's readings grow with the root of the inputs; a simulation states its law for any window."""
     hardware = DESCRIPTION.model_copy(update={"medium": None})
     for description, is_refused in ((DESCRIPTION, False), (hardware, True)):
-        made = certificate(Laplace(scale=np.ones(3), beta=BETA)).model_copy(
-            update={"noise": GaussianLaw(std=0.1), "description_digest": digest_of(description)}
-        )
+        changes = {"noise": GaussianLaw(std=0.1), "description_digest": digest_of(description)}
+        made = certificate(Laplace(scale=np.ones(3), beta=BETA)).model_copy(update=changes)
         for n_inputs in (None, 2):
             made.check_device(description, n_outputs=3, n_inputs=n_inputs)
         refused = pytest.raises(ConfigError, match="--inputs 8") if is_refused else nullcontext()

@@ -183,9 +183,7 @@ TRAPS: list[Callable[[Path, Path], None]] = [symlink, hard_link, named_pipe, oth
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_locks_of_devices_and_runs_write_into_no_other_file(
-    tmp_path: Path, trap: Any, monkeypatch: Any
-) -> None:
+def test_locks_of_devices_and_runs_write_into_none(tmp_path: Path, trap: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     run, victims = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
     run.mkdir()

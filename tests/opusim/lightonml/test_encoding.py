@@ -178,9 +178,7 @@ def test_an_autoencoder_learns_a_code() -> None:
         assert model.training
         before = F.mse_loss(model(x), x).item()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-        trained = models.train(
-            model, loader, optimizer, epochs=12, beta_interval=6, device="cpu", verbose=False
-        )
+        trained = models.train(model, loader, optimizer, epochs=12, beta_interval=6, device="cpu")
         assert F.mse_loss(trained(x), x).item() < 0.8 * before
         code = trained.eval()(x)
         assert (code.shape, code.dtype) == ((128, 48), torch.uint8)

@@ -248,9 +248,7 @@ def test_connections_at_once_are_served_or_refused_in_one_line(lab: Laboratory, 
             assert (kinds.count("opened"), kinds.count("error")) == (places, connections - places)
             lines = {str(told_error(answer)) for answer in answers.values() if answer.kind == "error"}
             (line,) = lines
-            assert line.startswith(
-                f"it serves {places} clients, the most that it takes; wait for it with --wait"
-            )
+            assert line.startswith(f"it serves {places} clients, the most that it takes; wait for it")
         finally:
             context.destroy(linger=0)
 

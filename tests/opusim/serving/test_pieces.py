@@ -65,9 +65,7 @@ def test_a_file_that_is_no_key_is_refused(tmp_path: Path, text: str, message: st
     refuses(ConfigError, message, read_key, tmp_path / "bad.pub", secret=False)
 
 
-def test_a_user_is_told_which_key_is_missing_or_has_expired(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_is_told_which_key_is_missing_or_expired(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "opusim" / "keys"
     refuses(ConfigError, "holds no key; make one with: opusim device keys new NAME", own_key)

@@ -145,9 +145,7 @@ def test_a_message_that_is_none_is_refused(lab: Laboratory, caplog: Any, frames:
         still_serves(address)
 
 
-def test_the_log_gets_a_bounded_number_of_lines_about_each_cause(
-    lab: Laboratory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_log_gets_few_lines_about_each_cause(lab: Laboratory, caplog: Any, monkeypatch: Any) -> None:
     with serving(lab) as address, raw_socket(address) as dealer:
         for _ in range(200):
             assert "garbage" in str(told_error(answer(dealer, [b""])))
@@ -280,18 +278,18 @@ def test_a_client_that_keeps_others_out_must_use_the_device(lab: Laboratory, cap
         assert other.project(X).shape == (16, 40)  # which keeps none out, and stays
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [({"clients": 1}, "it serves 1 clients"), ({"clients_per_user": 1}, "alice has 1 clients here")],
-)
-def test_a_server_takes_no_more_clients_than_it_may(lab: Laboratory, limits: dict, message: str) -> None:
-    with serving(lab, limits=Limits(**limits)) as address, open_device(address, **WINDOW):
-        wait = "?wait_s=5" if "clients_per_user" in limits else ""
+FULL = {"clients": "it serves 1 clients", "clients_per_user": "alice has 1 clients here"}
+
+
+@pytest.mark.parametrize(("limit", "message"), FULL.items())
+def test_a_server_takes_no_more_clients_than_it_may(lab: Laboratory, limit: str, message: str) -> None:
+    with serving(lab, limits=Limits(**{limit: 1})) as address, open_device(address, **WINDOW):
+        wait = "?wait_s=5" if limit == "clients_per_user" else ""
         refuses(DeviceBusy, message, open_device, address + wait, **WINDOW)
 
 
-def test_a_message_that_fails_in_an_unforeseen_way_ends_no_server(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_an_unforeseen_failure_of_a_message_ends_no_server(
+    lab: Laboratory, monkeypatch: Any, caplog: Any
 ) -> None:
     """The planted fault: a handler that raises what no handler should."""
 

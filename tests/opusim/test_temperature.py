@@ -41,7 +41,7 @@ DARK = replace(DOUBLING, dark_current_ref_e_per_s=125.0, doubling_k=7.3, tempera
 GAUSSIAN = TemperatureLaw(floor_variance=0.03**2, variance_per_e=2.7e-4, exposure_us=1e5, dark=DARK)
 
 
-def test_the_law_at_and_above_its_reference_and_without_dark_current() -> None:
+def test_the_laws_are_what_they_say_at_and_above_their_reference() -> None:
     reference = 2.7e-4 * 0.1 * 125.0
     assert GAUSSIAN.std(25.0) == pytest.approx(math.sqrt(0.03**2 + reference), rel=1e-14)
     assert GAUSSIAN.std(25.0 + 7.3) == pytest.approx(math.sqrt(0.03**2 + 2 * reference), rel=1e-14)
@@ -50,6 +50,18 @@ def test_the_law_at_and_above_its_reference_and_without_dark_current() -> None:
     assert cold.std(-30) == cold.std(70) == 0.03
     assert replace(cold, floor_variance=0.0).dark_share(20.0) == 0.0
     refuses(ValueError, "cannot be reached by temperature", cold.temperature_c, 0.03)
+    assert DOUBLING.current_e_per_s(25.0 + 6.5) == pytest.approx(60.0)
+    assert TABLE.current_e_per_s(-5.0) == pytest.approx(0.27 * 10**0.5)
+    with pytest.raises(ValueError, match="strictly increasing"):
+        TableDarkCurrent(temperatures_c=(0.0, 0.0), dark_currents_e_per_s=(1.0, 2.0))
+    with pytest.raises(ValueError, match="one for each of the 2 temperatures_c"):
+        TableDarkCurrent(temperatures_c=(0.0, 1.0), dark_currents_e_per_s=(1.0, 2.0, 3.0))
+    for t in (-30.0, 25.0, 60.0):
+        exponent = 0.63 * CHARGE / BOLTZMANN * (1 / (t + 273.15) - 1 / 298.15)
+        assert ARRHENIUS.current_e_per_s(t) == pytest.approx(30.0 * math.exp(-exponent), rel=1e-12)
+    assert ARRHENIUS.credited() is ARRHENIUS
+    refuses(ValueError, "temperature_min_c = -273.15: .* zero", replace, ARRHENIUS, temperature_min_c=-273.15)
+    refuses(ValueError, "doublings = .*smaller activation_ev", replace, ARRHENIUS, activation_ev=30.0)
 
 
 @pytest.mark.parametrize("temperature_c", [-30.0, 25.0, 70.0])
@@ -97,21 +109,6 @@ def test_each_law_inverts_itself(law: DoublingDarkCurrent | ArrheniusDarkCurrent
     refuses(ValueError, "temperature_c = 99", law.current_e_per_s, 99.0)
 
 
-def test_the_laws_are_what_they_say() -> None:
-    assert DOUBLING.current_e_per_s(25.0 + 6.5) == pytest.approx(60.0)
-    assert TABLE.current_e_per_s(-5.0) == pytest.approx(0.27 * 10**0.5)
-    with pytest.raises(ValueError, match="strictly increasing"):
-        TableDarkCurrent(temperatures_c=(0.0, 0.0), dark_currents_e_per_s=(1.0, 2.0))
-    with pytest.raises(ValueError, match="one for each of the 2 temperatures_c"):
-        TableDarkCurrent(temperatures_c=(0.0, 1.0), dark_currents_e_per_s=(1.0, 2.0, 3.0))
-    for t in (-30.0, 25.0, 60.0):
-        exponent = 0.63 * CHARGE / BOLTZMANN * (1 / (t + 273.15) - 1 / 298.15)
-        assert ARRHENIUS.current_e_per_s(t) == pytest.approx(30.0 * math.exp(-exponent), rel=1e-12)
-    assert ARRHENIUS.credited() is ARRHENIUS
-    refuses(ValueError, "temperature_min_c = -273.15: .* zero", replace, ARRHENIUS, temperature_min_c=-273.15)
-    refuses(ValueError, "doublings = .*smaller activation_ev", replace, ARRHENIUS, activation_ev=30.0)
-
-
 def test_a_table_replaces_the_doubling_law_and_what_temperature_cannot_set_is_refused() -> None:
     table = {"temperatures_c": [0.0, 50.0], "dark_currents_e_per_s": [2.7, 270.0]}
     with open_device("camera_low_light", camera={"dark": {"table": table}}, **WINDOW) as device:
@@ -123,7 +120,7 @@ def test_a_table_replaces_the_doubling_law_and_what_temperature_cannot_set_is_re
         refuses(ConfigError, "dark current makes no noise", device.temperature_law, X)
 
 
-def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
+def test_noise_at_another_temperature_is_that_of_a_device_at_it_and_gives_it_back() -> None:
     with open_device("camera_low_light", camera={"anchor": {"frames": 0}}, **WINDOW) as device:
         law = device.temperature_law(X)
     for t in (-30.0, 25.0, 60.0):
@@ -131,6 +128,16 @@ def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
         with open_device("camera_low_light", camera=settings, **WINDOW) as warm:
             assert law.std(t) ** 2 == pytest.approx(float(warm.reading_variance(X).mean()), rel=1e-9)
     assert law.std(60.0) > 1.5 * law.std(-30.0)  # temperature visibly matters on this preset
+    with open_device("camera_low_light", **WINDOW) as device:
+        camera = device.temperature_law(X)
+    thermal = load_description("gaussian_temperature").noise.temperature_law.law()
+    for law in (GAUSSIAN, thermal, camera):
+        for t in (-30.0, 0.0, 41.5, 60.0):
+            assert law.temperature_c(law.std(t)) == pytest.approx(t, abs=1e-6)
+            assert 0 < law.dark_share(t) + law.thermal_share(t) < 1
+        for std in (1e-3, 100.0):
+            refuses(ValueError, "cannot be reached by temperature, .* change", law.temperature_c, std)
+    assert GAUSSIAN.thermal_share(25.0) == 0.0
 
 
 @given(temperature_c=st.floats(-30, 60))
@@ -162,19 +169,6 @@ def test_the_excess_of_the_doubling_rule_is_not_credited() -> None:
     current = law.dark_current_ref_e_per_s * 2 ** (45 / 8.0 * 298.15 / 343.15)
     wanted = law.sigma_0**2 + law.variance_per_e * 400e-6 * current
     assert noise.value() == pytest.approx(math.sqrt(wanted), rel=1e-10)
-
-
-def test_the_noise_of_a_temperature_gives_it_back() -> None:
-    with open_device("camera_low_light", **WINDOW) as device:
-        camera = device.temperature_law(X)
-    thermal = load_description("gaussian_temperature").noise.temperature_law.law()
-    for law in (GAUSSIAN, thermal, camera):
-        for t in (-30.0, 0.0, 41.5, 60.0):
-            assert law.temperature_c(law.std(t)) == pytest.approx(t, abs=1e-6)
-            assert 0 < law.dark_share(t) + law.thermal_share(t) < 1
-        for std in (1e-3, 100.0):
-            refuses(ValueError, "cannot be reached by temperature, .* change", law.temperature_c, std)
-    assert GAUSSIAN.thermal_share(25.0) == 0.0
 
 
 def test_one_key_sets_the_temperature_of_every_description() -> None:

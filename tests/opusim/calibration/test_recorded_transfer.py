@@ -231,7 +231,7 @@ def sound() -> Arrays:
 def test_frames_that_break_the_law_are_refused_by_their_cause(fault: str, sound: Arrays) -> None:
     which, change, bits, words = BROKEN[fault]
     broken = sound | {key: change(sound[key]) for key in which} | {"bits": np.array(bits)}
-    refuses(ConfigError, words, require_lawful, transfer_of(broken))
+    refuses(ConfigError, words, lambda: require_lawful(transfer_of(broken)))
 
 
 def test_sound_frames_are_taken_and_dark_ones_at_one_exposure_not(sound: Arrays) -> None:

@@ -13,7 +13,7 @@ from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw
 from opusim.devices.registry import open_device
-from tests.opusim.common import refuses
+from tests.opusim.common import changed, refuses
 
 pytestmark = pytest.mark.compiled
 
@@ -188,7 +188,7 @@ def test_the_upper_limit_of_light_noise_is_passed_as_rarely_as_it_says(seed: int
     assert np.mean(np.array(limits) < 1.2 * spread) > beta + tolerance  # planted: a truth that is larger
 
 
-def test_the_variance_does_not_depend_on_the_halves(seed: int) -> None:
+def test_sums_of_series_are_those_of_halves_and_groups(seed: int) -> None:
     """Two halves put together are the variance over all frames, frame means taken off."""
     random = np.random.default_rng(seed)
     frames = random.standard_normal((11, 90)) + 5 * random.standard_normal((11, 1))
@@ -199,6 +199,18 @@ def test_the_variance_does_not_depend_on_the_halves(seed: int) -> None:
     assert series.means()[0] == pytest.approx(frames.mean())
     found = jackknife(series.sums[:, 0], lambda total: {"v": total[2] / total[0]}, confidence=0.999)["v"]
     assert found.covers(1.0)
+    frames = np.random.default_rng(seed).standard_normal((9, 120))
+    parts = iter([frames[:4], frames[4:]])
+    whole = take_series(lambda count, **level: next(parts), [Level(photons=0.0)], frames=8, groups=10)
+    found = sums_of(frames, np.arange(120), 10)
+    np.testing.assert_allclose(found[:, :2], whole.sums[:, 0, :2])
+    kept = np.flatnonzero(np.arange(120) % 7)
+    found = sums_of(frames, kept, 10)
+    means = frames[:, kept].mean(axis=0)
+    np.testing.assert_allclose(found[:, 1], [means[kept % 10 == group].sum() for group in range(10)])
+    rest = frames[:, kept] - frames[:, kept].mean(axis=1, keepdims=True)
+    wanted = rest.var(axis=0, ddof=1).mean() * kept.size / (kept.size - 1)
+    assert found[:, 2].sum() / kept.size == pytest.approx(wanted)
 
 
 @pytest.mark.slow
@@ -244,21 +256,22 @@ class OtherAnchor(CameraDevice):  # the anchor's light is multiplied by a factor
         return anchor_at(self, self.light(count))
 
 
-class Vignetting(OtherAnchor):  # the beam is brighter on one side, with the described mean
-    def light(self, count: int) -> np.ndarray:
-        return np.broadcast_to(np.linspace(0.9, 1.1, self.n_outputs), (count, self.n_outputs))
+def one_bright_output(self: CameraDevice, count: int) -> np.ndarray:
+    factors = np.ones((count, self.n_outputs))
+    factors[:, 7] = 1.25
+    return factors
 
 
-class OneBrightOutput(OtherAnchor):  # one output sees a quarter more light than described
-    def light(self, count: int) -> np.ndarray:
-        factors = np.ones((count, self.n_outputs))
-        factors[:, 7] = 1.25
-        return factors
+def boiling(self: CameraDevice, count: int) -> np.ndarray:
+    return 1 + 0.06 * np.random.default_rng(5).standard_normal((count, self.n_outputs))
 
 
-class BoilingMedium(OtherAnchor):  # the light of each output varies by itself from frame to frame
-    def light(self, count: int) -> np.ndarray:
-        return 1 + 0.06 * np.random.default_rng(5).standard_normal((count, self.n_outputs))
+EDGE = {"light": lambda self, count: np.linspace(0.9, 1.1, self.n_outputs)[None].repeat(count, axis=0)}
+Vignetting = changed(OtherAnchor, **EDGE)  # the beam is brighter on one side, with the described mean
+OneBrightOutput = changed(OtherAnchor, light=one_bright_output)
+BoilingMedium = changed(
+    OtherAnchor, light=boiling
+)  # light varies at each output by itself from frame to frame
 
 
 class ColdPixels(CameraDevice):  # a few pixels have no dark current
@@ -325,21 +338,6 @@ def test_a_sound_camera_is_certified_also_where_the_anchor_is_clipped(name: str,
     law = found.certificate.noise
     assert law is not None, failed(found)
     assert law.light_ratio_low < 1 < law.light_ratio_high
-
-
-def test_sums_over_some_pixels_are_those_of_their_groups(seed: int) -> None:
-    frames = np.random.default_rng(seed).standard_normal((9, 120))
-    parts = iter([frames[:4], frames[4:]])
-    whole = take_series(lambda count, **level: next(parts), [Level(photons=0.0)], frames=8, groups=10)
-    found = sums_of(frames, np.arange(120), 10)
-    np.testing.assert_allclose(found[:, :2], whole.sums[:, 0, :2])
-    kept = np.flatnonzero(np.arange(120) % 7)
-    found = sums_of(frames, kept, 10)
-    means = frames[:, kept].mean(axis=0)
-    np.testing.assert_allclose(found[:, 1], [means[kept % 10 == group].sum() for group in range(10)])
-    rest = frames[:, kept] - frames[:, kept].mean(axis=1, keepdims=True)
-    wanted = rest.var(axis=0, ddof=1).mean() * kept.size / (kept.size - 1)
-    assert found[:, 2].sum() / kept.size == pytest.approx(wanted)
 
 
 def test_the_smallest_beta_that_is_taken_gives_limits(seed: int) -> None:

@@ -43,7 +43,7 @@ def test_the_counts_law_is_within_the_stated_distance(rate: float) -> None:
     assert total_variation(rate) < 1e-6
 
 
-def test_counts_equal_the_naive_twins(seed: int) -> None:
+def test_counts_equal_the_naive_twins_and_grow_with_rate_and_w(seed: int) -> None:
     random = np.random.default_rng(seed)
     w = random.standard_normal(4000).astype(np.float32)
     rates = random.exponential(80.0, 4000)
@@ -52,9 +52,6 @@ def test_counts_equal_the_naive_twins(seed: int) -> None:
     pairs = zip(rates, w.astype(float), strict=True)
     wrong = counts != [naive_camera.count(rate, value) for rate, value in pairs]
     assert not np.any(wrong)
-
-
-def test_counts_grow_with_the_rate_and_with_w_to_nine_standard_deviations() -> None:
     w = np.linspace(-5, 5, 1001)
     for rate in (0.3, 12.0, 80.0):
         assert np.all(np.diff(counts_at(rate, w)) >= 0)
@@ -231,7 +228,7 @@ def entries(device: CameraDevice, time: float) -> np.ndarray:
     return device.speckle.fields(torch.eye(device.n_inputs)).double().numpy().ravel()
 
 
-def test_every_two_grid_points_have_the_correlation_of_the_law(seed: int) -> None:
+def test_grid_points_have_the_correlation_of_the_law_and_move_it_little(seed: int) -> None:
     random = np.random.default_rng(seed)
     points = [grid_point(start + lag) for start in STARTS for lag in (0.0, 1e-3, *LAGS)]
     points += [int(point) for point in random.integers(0, 2**31, 20)]
@@ -242,9 +239,6 @@ def test_every_two_grid_points_have_the_correlation_of_the_law(seed: int) -> Non
         for other in points:
             expected = math.exp(-abs(one - other) / STEPS_PER_TAU)
             assert covariance_of_media(one, other) == pytest.approx(expected, abs=1.5e-7)
-
-
-def test_the_grid_moves_the_correlation_by_no_more_than_stated(seed: int) -> None:
     times = np.random.default_rng(seed).uniform(0, 5, 200)
     pairs = zip(times[::2], times[1::2], strict=True)
     apart = [covariance_of_media(grid_point(a), grid_point(b)) - math.exp(-abs(a - b)) for a, b in pairs]

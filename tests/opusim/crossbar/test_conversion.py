@@ -65,7 +65,7 @@ def test_a_weight_matrix_that_no_device_takes_is_refused_until_it_is_named(kind:
         assert set(placed.values()) == {None}
 
 
-def test_what_multiplies_nothing_needs_no_name_and_ordinary_passes_run() -> None:
+def test_what_multiplies_nothing_needs_no_name_and_subclasses_are_converted() -> None:
     model = Own(words=nn.Embedding(5, 6), norm=nn.LayerNorm((2, 6)), batch=nn.BatchNorm1d(6))
     with convert(model, "pcm") as analog:
         found = [tuple(each) for each in analog.placement]
@@ -75,6 +75,9 @@ def test_what_multiplies_nothing_needs_no_name_and_ordinary_passes_run() -> None
     with convert(model, "pcm") as analog:
         for train in (True, False):
             analog.train(train)(torch.randn(2, 1, 3, 3)).sum().backward()
+    with convert(nn.Sequential(Plain(6, 4), nn.Tanh()), "pcm", crossbar=EXACT) as analog:
+        assert isinstance(analog.model[0], DeviceLinear)
+    refuses(ValueError, r"'part' \(LazyLinear\).*; run", convert, Own(part=nn.LazyLinear(3)), "pcm")
 
 
 def test_names_of_modules_and_patterns_keep_layers_digital() -> None:
@@ -94,12 +97,6 @@ def test_names_of_modules_and_patterns_keep_layers_digital() -> None:
     for wrong in (["0", "1"], "3"):
         refuses(ValueError, "digital = '[13]': must be a list of names", convert, model, "pcm", digital=wrong)
     refuses(ValueError, "has no nn.Linear and no nn.Conv2d", convert, model, "pcm", digital=["0", "2", "3"])
-
-
-def test_a_subclass_that_keeps_its_forward_pass_is_converted_and_a_lazy_layer_refused() -> None:
-    with convert(nn.Sequential(Plain(6, 4), nn.Tanh()), "pcm", crossbar=EXACT) as analog:
-        assert isinstance(analog.model[0], DeviceLinear)
-    refuses(ValueError, r"'part' \(LazyLinear\).*; run", convert, Own(part=nn.LazyLinear(3)), "pcm")
 
 
 def functional(weight: Callable[[Own], Tensor]) -> Own:

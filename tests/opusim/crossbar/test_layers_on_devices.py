@@ -337,7 +337,7 @@ def test_noise_keeps_rows_of_equal_weights_and_what_is_no_number_and_types() -> 
     assert layer(torch.ones(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_layers_that_stay_digital_get_no_noise_and_stay_digital_after_training() -> None:
+def test_digital_layers_stay_digital_and_every_parameter_is_converted() -> None:
     """torch's attention reads the weights of its projection itself, so a device there would never be used."""
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     noise_aware(model, 0.1, digital=["self_attn"])
@@ -346,6 +346,10 @@ def test_layers_that_stay_digital_get_no_noise_and_stay_digital_after_training()
     with convert(model, "pcm", crossbar=EXACT, digital=["self_attn"]) as analog:
         assert len(analog.layers) == 2
         assert type(analog.model.self_attn.out_proj) is type(nn.MultiheadAttention(4, 2).out_proj)
+    layer = parametrize.register_parametrization(nn.Linear(3, 2), "bias", nn.Tanh())
+    bias = layer.bias.detach().clone()
+    with convert(noise_aware(layer, 0.1), "pcm", crossbar=EXACT) as analog:
+        assert torch.equal(analog.layers[0].bias, bias)
 
 
 def test_autocast_changes_neither_readings_nor_gradients_beyond_the_type_of_inputs() -> None:
@@ -363,13 +367,6 @@ def test_autocast_changes_neither_readings_nor_gradients_beyond_the_type_of_inpu
         with torch.autocast("cpu", dtype=torch.bfloat16):
             device = open_device("gaussian", n_inputs=6, n_outputs=4)
             assert device.project(x.detach().sign()).dtype == torch.float32
-
-
-def test_every_parametrized_parameter_is_converted() -> None:
-    layer = parametrize.register_parametrization(nn.Linear(3, 2), "bias", nn.Tanh())
-    bias = layer.bias.detach().clone()
-    with convert(noise_aware(layer, 0.1), "pcm", crossbar=EXACT) as analog:
-        assert torch.equal(analog.layers[0].bias, bias)
 
 
 def test_what_cannot_run_on_a_device_is_refused() -> None:

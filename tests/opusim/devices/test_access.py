@@ -104,7 +104,7 @@ def test_a_drivers_error_at_opening_is_a_devices_and_hidden_methods_are_named() 
     refuses(TypeError, r"Scripted sets self\._read, .*rename the attribute", device.open)
 
 
-def test_a_failure_is_reported_with_its_tries_and_a_fault_is_not_tried_again() -> None:
+def test_failures_keep_their_kind_and_count_their_tries() -> None:
     with scripted(attempts=3, backoff_s=0.0) as device:
         device.before = Failing(DeviceUnavailable("gone"), 3)
         refuses(DeviceUnavailable, r"gone \(tried 3 times\)", device.project, X)
@@ -112,6 +112,12 @@ def test_a_failure_is_reported_with_its_tries_and_a_fault_is_not_tried_again() -
         device.before = Failing(DeviceFault("broken"), 1)
         refuses(DeviceFault, "broken$", device.project, X)
         assert device.opened == 1
+    with scripted(timeout_s=30.0) as device:
+        device.before = Failing(ValueError("as it was"), 1)
+        refuses(ValueError, "as it was", device.project, X)
+    with scripted() as device:
+        device.after = lambda y: torch.full_like(y, 3e38)  # their sum is infinite, none of them is
+        assert device.project(X).max() == torch.tensor(3e38)
 
 
 @patient
@@ -278,15 +284,6 @@ def test_calls_are_split_so_that_none_takes_longer_than_the_time_out(act: str) -
             assert device.draw((3, 100, 40)).shape == (3, 100, 40)
         assert shown == [50] * 6
         assert device.usage.frames == 600
-
-
-def test_an_error_behind_a_time_out_keeps_its_kind_and_huge_readings_are_no_fault() -> None:
-    with scripted(timeout_s=30.0) as device:
-        device.before = Failing(ValueError("as it was"), 1)
-        refuses(ValueError, "as it was", device.project, X)
-    with scripted() as device:
-        device.after = lambda y: torch.full_like(y, 3e38)  # their sum is infinite, none of them is
-        assert device.project(X).max() == torch.tensor(3e38)
 
 
 @pytest.mark.parametrize(

@@ -188,14 +188,6 @@ def test_light_that_changes_far_is_told(
         refuses(DeviceFault, f"{told}[^;]*$", device.project, x)
 
 
-def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, opener: Opener) -> None:
-    with opener() as device:
-        device.project(reference_vectors(1, N_INPUTS))
-        device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame without a pulse
-        device.project(reference_vectors(1, N_INPUTS))
-        assert device.repeated_sequences == 1
-
-
 NEW: dict[str, Any] = {"setup": None}
 INVERTED = "the blank frame is brighter than the anchor: .* invert the bits"
 SATURATED, DARK = "saturation; dim the laser", "no light of the mirrors .* lengthen"
@@ -600,7 +592,7 @@ def test_the_monitor_compares_two_of_its_looks(power: float, told: str, optics: 
         refuses(DeviceFault, told, checked, range(3, 20))
 
 
-def test_every_pattern_shown_is_counted(optics: Any, opener: Opener) -> None:
+def test_every_pattern_shown_is_counted_and_a_pulse_too_many_is_seen(optics: Any, opener: Opener) -> None:
     optics.pulses = 0
     with opener() as device:
         assert device.usage.frames == optics.pulses
@@ -608,6 +600,11 @@ def test_every_pattern_shown_is_counted(optics: Any, opener: Opener) -> None:
         device.project(reference_vectors(12, N_INPUTS))
         assert device.repeated_sequences == 1
         assert device.usage.frames == optics.pulses
+    with opener() as device:
+        device.project(reference_vectors(1, N_INPUTS))
+        device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame without a pulse
+        device.project(reference_vectors(1, N_INPUTS))
+        assert device.repeated_sequences == 1
 
 
 def test_grains_are_found_along_both_axes() -> None:
@@ -752,7 +749,9 @@ def test_two_functions_without_triggers_or_frame_numbers_make_a_bench(optics: An
 PDFA = {"epochs": 1, "data": {"name": "digits"}, "model": {"hidden": [16]}, "trainer": {"kind": "pdfa"}}
 
 
-def test_a_network_trains_without_protection_from_the_description(described: Path) -> None:
+def test_a_network_trains_from_the_description_of_a_bench_that_is_large_enough(
+    described: Path, optics: Any
+) -> None:
     device = {"name": "my_bench.toml", "bench": {"region_step": 4}}
     run = opusim.train({**PDFA, "device": device}, folder=described / "run")
     assert run.summary["test_accuracy"] > 0.1  # type: ignore[index]
@@ -762,9 +761,6 @@ def test_a_network_trains_without_protection_from_the_description(described: Pat
     page = write_report(run).read_text()
     assert note in html.unescape(page)
     assert "A simulation" not in page
-
-
-def test_a_bench_that_is_too_small_for_the_network_is_not_opened(described: Path, optics: Any) -> None:
     before, device = optics.pulses, {"name": "my_bench.toml", "n_outputs": 15}
     told = "n_outputs: is 15, and this run's network needs 16; make the network smaller, .*model.hidden"
     refuses(ConfigError, told, opusim.train, {**PDFA, "device": device}, folder=described / "run")

@@ -162,7 +162,9 @@ def test_4096_vectors_do_not_time_out(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calls) > 2
 
 
-def test_the_driver_is_told_the_time_of_a_frame(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+def test_the_driver_is_told_the_time_of_a_frame_and_may_lack_a_call(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
     section = connect(monkeypatch, tmp_path)
     with appliance(section, frames={"frame_period_us": 900.0}) as device:
         assert device._opu.device.frametime_us == 900
@@ -174,9 +176,6 @@ def test_the_driver_is_told_the_time_of_a_frame(tmp_path: Path, monkeypatch: Any
         used = spent_by(device, device.project, torch.ones(5, 10))
         assert used.seconds == pytest.approx(used.frames * 2050e-6)
     assert "frames.frame_period_us = 900 is shorter than the 2050 us" in caplog.text
-
-
-def test_a_driver_that_lacks_a_call_is_not_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = connect(monkeypatch, tmp_path)
     with appliance(section) as device:
         from lightonopu.internal.device import OpuDevice

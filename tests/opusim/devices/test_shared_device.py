@@ -6,7 +6,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,25 +160,13 @@ def test_it_states_the_law_of_the_held_device_and_monitors_only_that() -> None:
 VICTIM = "process 7 on elsewhere since noon\n"  # as a lock file's own content
 
 
-def symlink(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def hard_link(path: Path, victim: Path) -> None:
-    path.hardlink_to(victim)
-
-
-def named_pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
 def other_file(path: Path, victim: Path) -> None:
     victim.write_text("three pages of notes")
     victim.rename(path)
     victim.symlink_to(path)  # so that the test reads it under its old name
 
 
-TRAPS: list[Callable[[Path, Path], None]] = [symlink, hard_link, named_pipe, other_file]
+TRAPS = [Path.symlink_to, Path.hardlink_to, lambda path, victim: os.mkfifo(path), other_file]
 
 
 @pytest.mark.parametrize("trap", TRAPS)

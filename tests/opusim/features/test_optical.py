@@ -33,11 +33,8 @@ REPEATS = "the device adds fresh noise to every reading"
 DIGITS, LABELS = load_digits(return_X_y=True)
 
 
-def test_it_is_a_scikit_learn_transformer() -> None:
+def test_it_is_a_scikit_learn_transformer_and_a_noisy_device_does_not_repeat() -> None:
     check_estimator(OpticalFeatures(20), on_skip=None)
-
-
-def test_a_noisy_device_says_that_it_does_not_repeat() -> None:
     features = OpticalFeatures(20, device="gaussian", linear=True)
     assert features.__sklearn_tags__().non_deterministic
     kinds = ("methods_sample_order_invariance", "methods_subset_invariance", "fit_idempotent")
@@ -244,7 +241,7 @@ def test_a_threshold_is_a_number_or_learnt(encoder: ThresholdEncoder, threshold:
     np.testing.assert_array_equal(encoder.transform(other), other > threshold)  # what fit learnt stays
 
 
-def test_a_thermometer_code_counts_the_thresholds_below() -> None:
+def test_thermometer_codes_and_float_bits_are_those_of_numpy_and_the_machine() -> None:
     encoder = MultiThresholdEncoder(5).fit(X)
     levels = encoder.transform(X).reshape(40, 4, 7).sum(axis=1)
     edges = np.linspace(X.min(), X.max(), 6)[1:-1]
@@ -253,6 +250,12 @@ def test_a_thermometer_code_counts_the_thresholds_below() -> None:
     np.testing.assert_array_equal(even.reshape(40, 3, 7).sum(axis=0), [[30] * 7, [20] * 7, [10] * 7])
     given = MultiThresholdEncoder(thresholds=[-1.0, 1.0]).fit_transform(X)
     np.testing.assert_array_equal(given.reshape(40, 2, 7).sum(axis=1), np.digitize(X, [-1, 1], right=True))
+    frames = FloatBitsEncoder(layout="separated").fit_transform(X).reshape(40, 32, 7)
+    word = "".join(str(bit) for bit in frames[5, :, 2])
+    assert int(word, 2) == struct.unpack(">I", struct.pack(">f", X[5, 2]))[0]
+    few = FloatBitsEncoder(sign=False, exponent_bits=3, mantissa_bits=2).fit_transform(X)
+    kept = [word[1], word[2], word[3], word[9], word[10]]
+    assert "".join(str(bit) for bit in few.reshape(40, 7, 5)[5, 2]) == "".join(kept)
 
 
 @pytest.mark.parametrize("bits", [1, 4, 8])
@@ -276,15 +279,6 @@ def test_readings_of_planes_join_to_that_of_the_number_or_are_refused() -> None:
     separate = clone(encoder).set_params(joined="concatenated", decay=1.0).fit(X)
     np.testing.assert_allclose(separate.decode(readings).reshape(40, 12, 5), readings.reshape(40, 12, 5))
     refuses(ValueError, "41 rows.* 8", BitPlaneEncoder(layout="separated").fit(X).decode, np.zeros((41, 3)))
-
-
-def test_float_bits_are_those_of_the_machine() -> None:
-    frames = FloatBitsEncoder(layout="separated").fit_transform(X).reshape(40, 32, 7)
-    word = "".join(str(bit) for bit in frames[5, :, 2])
-    assert int(word, 2) == struct.unpack(">I", struct.pack(">f", X[5, 2]))[0]
-    few = FloatBitsEncoder(sign=False, exponent_bits=3, mantissa_bits=2).fit_transform(X)
-    kept = [word[1], word[2], word[3], word[9], word[10]]
-    assert "".join(str(bit) for bit in few.reshape(40, 7, 5)[5, 2]) == "".join(kept)
 
 
 def test_an_autoencoder_learns_a_code_that_reconstructs() -> None:

@@ -371,7 +371,9 @@ def test_noise_below_the_law_stops_every_client_or_one_with_a_baseline(lab: Labo
         assert other.project(X).shape == (16, 40)
 
 
-def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None) -> None:
+def test_a_fault_of_a_shared_device_stops_all_and_a_bad_reading_one_step(
+    lab: Laboratory, faulty: None
+) -> None:
     changes = SHARED | {"n_outputs": 256, "noise": {"sigma": 0.1}, "monitor": {"every_steps": 1}}
     served = broken("medium swapped", 5, **changes)
     with clients(lab, served, {}, {}) as (one, other):
@@ -379,9 +381,6 @@ def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None
         refuses(DeviceFault, "medium decorrelated or was swapped", train, 30, one, other)
         for device in (one, other):
             refuses(DeviceFault, "medium decorrelated or was swapped", device.project, X)
-
-
-def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faulty: None) -> None:
     with clients(lab, broken("NaN", 0, **SHARED), {}, {}) as (one, other):
         one.seek(0)
         refuses(DeviceFault, "returned NaN or infinity", one.project, X)

@@ -88,7 +88,7 @@ def test_a_window_reads_the_columns_of_the_whole(lab: Laboratory, name: str, law
         assert torch.equal(remote.draw((3, 20)), local.draw((3, 50))[:, 30:])
 
 
-def test_a_shared_device_hides_the_inputs_and_outputs_of_others(lab: Laboratory) -> None:
+def test_a_shared_device_hides_other_outputs_and_returns_long_calls_whole(lab: Laboratory) -> None:
     served = {"access": {"exclusive": True}, "n_inputs": 16, "n_outputs": 64, "noise": {"sigma": 0.0}}
     window = {"n_inputs": 12, "n_outputs": 24}
     with (
@@ -99,6 +99,13 @@ def test_a_shared_device_hides_the_inputs_and_outputs_of_others(lab: Laboratory)
     with open_device("gaussian", n_inputs=12, n_outputs=64, noise={"sigma": 0.0}) as local:
         assert torch.equal(read, local.project(X)[:, 40:])
         assert torch.equal(told, local.require("matrix").matrix()[40:])
+    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 8, "noise": {"sigma": 0.0}}
+    x = torch.randint(-1, 2, (2500, 12), generator=torch.Generator().manual_seed(1))
+    with serving(lab, "gaussian", served) as address, open_device(address) as remote:
+        found = remote.project(x)
+        assert remote.usage.frames == 2 * 2500
+    with open_device("gaussian", n_inputs=12, n_outputs=8, noise={"sigma": 0.0}) as local:
+        assert torch.equal(found, local.project(x))
 
 
 def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: Laboratory) -> None:
@@ -202,16 +209,6 @@ def test_a_served_device_tells_which_products_met_a_bound(lab: Laboratory) -> No
     assert met.shape == (2500,)
     assert not met[:200].any()
     assert met[-1500:].all()
-
-
-def test_long_calls_of_a_shared_device_come_back_whole(lab: Laboratory) -> None:
-    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 8, "noise": {"sigma": 0.0}}
-    x = torch.randint(-1, 2, (2500, 12), generator=torch.Generator().manual_seed(1))
-    with serving(lab, "gaussian", served) as address, open_device(address) as remote:
-        found = remote.project(x)
-        assert remote.usage.frames == 2 * 2500
-    with open_device("gaussian", n_inputs=12, n_outputs=8, noise={"sigma": 0.0}) as local:
-        assert torch.equal(found, local.project(x))
 
 
 def test_what_a_client_may_not_do_is_one_line(lab: Laboratory) -> None:

@@ -53,7 +53,7 @@ def broken(fault: Fault, **options: Any) -> CameraDevice:
     return device
 
 
-def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
+def test_subclasses_of_the_camera_have_a_kind_and_faults_of_their_own(tmp_path: Path) -> None:
     register_device("bench_camera", BenchCamera)
     options = "[options]\nfactor = -1.0\n"
     with open_device(file(tmp_path, "bench_camera", options, ("options.factor",)), **WINDOW) as device:
@@ -63,6 +63,16 @@ def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
         mean = device.project(X.repeat(300, 1)).mean(0)
         expected = -(X @ device.matrix().T)[0]
         assert float(torch.corrcoef(torch.stack([mean, expected]))[0, 1]) > 0.99
+    register_device("bench_camera", BenchCamera)
+    register_device(KIND, faulty_device)
+    options = '[options]\nkind = "bench_camera"\nfault = "unplugged"\nat_step = 1\nfactor = -1.0\n'
+    path = file(tmp_path, KIND, options, ("options.at_step", "options.factor"))
+    with open_device(path, **WINDOW) as device:
+        assert isinstance(device, BenchCamera)
+        device.seek(1)
+        refuses(DeviceUnavailable, "is unplugged", device.project, X)
+        FaultyDevice.repaired = True
+        assert device.project(X).shape == (1, 200)
 
 
 def test_kinds_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,19 +101,6 @@ def test_a_faulty_camera_from_a_file_is_a_camera(tmp_path: Path) -> None:
         black = 4.0
         assert float((after - black) / (before - black)) == pytest.approx(0.5, abs=0.02)
         assert device.description.options["fault"] == "light changed"
-
-
-def test_a_faulty_subclass_stays_one(tmp_path: Path) -> None:
-    register_device("bench_camera", BenchCamera)
-    register_device(KIND, faulty_device)
-    options = '[options]\nkind = "bench_camera"\nfault = "unplugged"\nat_step = 1\nfactor = -1.0\n'
-    path = file(tmp_path, KIND, options, ("options.at_step", "options.factor"))
-    with open_device(path, **WINDOW) as device:
-        assert isinstance(device, BenchCamera)
-        device.seek(1)
-        refuses(DeviceUnavailable, "is unplugged", device.project, X)
-        FaultyDevice.repaired = True
-        assert device.project(X).shape == (1, 200)
 
 
 def slope(device: CameraDevice, step: int, b: torch.Tensor) -> np.ndarray:

@@ -113,14 +113,15 @@ def test_a_broken_configuration_of_the_appliance_is_named(tmp_path: Path, conten
     file = tmp_path / "opu.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(DeviceUnavailable, match=f"lighton.config_file = '{file}' {words}"):
-        open_device("lighton_appliance", n_inputs=12, n_outputs=40, lighton={"config_file": str(file)})
+    refuses(
+        DeviceUnavailable, f"lighton.config_file = '{file}' {words}", appliance, {"config_file": str(file)}
+    )
 
 
-def appliance(section: dict[str, Any], **options: Any) -> Any:
-    options.setdefault("n_inputs", 10)
-    options.setdefault("n_outputs", 64)
-    return open_device("lighton_appliance", lighton=section, **options)
+def appliance(section: dict[str, Any], *, n_inputs: int = 10, n_outputs: int = 64, **options: Any) -> Any:
+    return open_device(
+        "lighton_appliance", n_inputs=n_inputs, n_outputs=n_outputs, lighton=section, **options
+    )
 
 
 def test_scale_brings_entries_to_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +143,7 @@ class TestAppliance(DeviceContract):  # it states no law, and is reached by the 
         self.section = connect(monkeypatch, tmp_path)
 
     def open_window(self, **options: Any) -> NoisyDevice:
-        device: NoisyDevice = appliance(self.section, n_inputs=12, n_outputs=40, **options)
-        return device
+        return appliance(self.section, n_inputs=12, n_outputs=40, **options)
 
 
 def test_4096_vectors_do_not_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,17 +207,24 @@ os.kill(os.getpid(), signal.SIGKILL)
             appliance(section)
 
 
+def printed_without(hidden: tuple[str, ...], code: str) -> str:
+    """What code prints in a process in which these libraries are hidden."""
+    hide = f"""
+import importlib.abc, importlib.util, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+"""
+    done = subprocess.run([sys.executable, "-c", hide + code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_a_missing_library_is_named_each_time() -> None:
     """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
     code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("pkg_resources", "lightonml"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
 real = importlib.util._find_spec
 importlib.util._find_spec = lambda name, path: None if name == "pkg_resources" else real(name, path)
 from opusim.devices.lighton import import_lightonml
@@ -228,20 +235,12 @@ for attempt in range(2):
     except DeviceUnavailable as error:
         print("install" in str(error))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\nTrue\n"
+    assert printed_without(("pkg_resources", "lightonml"), code) == "True\nTrue\n"
 
 
 @pytest.mark.slow
 def test_it_imports_without_pkg_resources() -> None:
     code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "pkg_resources":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "pkg_resources" else real(name, *rest)
 from opusim import open_device
@@ -249,5 +248,4 @@ import torch
 with open_device("lightonml_simulated", n_inputs=3, n_outputs=4) as device:
     print(tuple(device.project(torch.ones(2, 3)).shape))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(2, 4)\n"
+    assert printed_without(("pkg_resources",), code) == "(2, 4)\n"

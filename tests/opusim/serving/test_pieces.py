@@ -81,9 +81,9 @@ def test_a_user_is_told_which_key_is_missing_or_expired(tmp_path: Path, monkeypa
         (folder / name).write_bytes((source / "server.pub").read_bytes())
     assert server_key("opu.lab", 5555).public == other.public
     assert server_key("opu.lab", 5556).public != other.public
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    make_key("alice", tmp_path / "opusim" / "keys")
-    for file in (tmp_path / "opusim" / "keys").iterdir():
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "old"))
+    make_key("alice", tmp_path / "old" / "opusim" / "keys")
+    for file in (tmp_path / "old" / "opusim" / "keys").iterdir():
         expire(file)
     refuses(ConfigError, "the key of 'alice' expired on 2020-01-01", own_key)
 

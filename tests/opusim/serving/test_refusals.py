@@ -61,7 +61,7 @@ def test_each_server_has_its_own_key_and_users(tmp_path: Path, monkeypatch: pyte
     shutil.copy(other.keys / "server.pub", lab.config_of("alice") / "opusim" / "keys")
     with serving(lab) as address:
         refuses(DeviceUnavailable, "no answer .* 1 s; what", open_device, f"{address}?silence_s=1", **WINDOW)
-    one, two = new_laboratory(tmp_path / "one", "alice"), new_laboratory(tmp_path / "two", "bob")
+    one, two = new_laboratory(tmp_path / "three", "alice"), new_laboratory(tmp_path / "four", "bob")
     one.become("alice", monkeypatch)
     shutil.copy(one.keys / "server.pub", two.keys / "server.pub")
     shutil.copy(one.keys / "server.key", two.keys / "server.key")  # so that only the users differ

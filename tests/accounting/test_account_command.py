@@ -44,23 +44,20 @@ def account(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return call
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        (RECORD, "whether any one record was among"),
-        (f"{RECORD} --relation zero_out", "- the number of records is public and the same for both data sets"),
-        ("label-budget --budget-mu 0.7", "which of two labels a record had"),
-        ("label-amplified --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "batches stay secret"),
-        ("label-readout --mu 0.7 --device-law", "proven under a device model"),
-        ("randomized-response --keep-probability 0.5 --n-classes 10", "randomized response over 10 labels"),
-        ("poisson-gaussian --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "add_or_remove_one"),
-        ("poisson-laplace --scale 5 --sampling-probability 0.1 --steps 10 --delta 0", "DP-ZO"),
-        ("gaussian --noise-multiplier 3 --adjacency zero_out", "or its place was empty"),
-        ("gaussian --noise-multiplier 3 --adjacency replace_one", "which of two values a record had"),
-        ("gaussian --noise-multiplier 3 --delta 0", "Gaussian noise has no finite epsilon at delta = 0"),
-        ("photon-counts --rate-low 5000 --rate-high 5050", "Poisson counts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "words"), [
+    (RECORD, "whether any one record was among"),
+    (f"{RECORD} --relation zero_out", "- the number of records is public and the same for both data sets"),
+    ("label-budget --budget-mu 0.7", "which of two labels a record had"),
+    ("label-amplified --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "batches stay secret"),
+    ("label-readout --mu 0.7 --device-law", "proven under a device model"),
+    ("randomized-response --keep-probability 0.5 --n-classes 10", "randomized response over 10 labels"),
+    ("poisson-gaussian --noise-multiplier 5 --sampling-probability 0.1 --steps 10", "add_or_remove_one"),
+    ("poisson-laplace --scale 5 --sampling-probability 0.1 --steps 10 --delta 0", "DP-ZO"),
+    ("gaussian --noise-multiplier 3 --adjacency zero_out", "or its place was empty"),
+    ("gaussian --noise-multiplier 3 --adjacency replace_one", "which of two values a record had"),
+    ("gaussian --noise-multiplier 3 --delta 0", "Gaussian noise has no finite epsilon at delta = 0"),
+    ("photon-counts --rate-low 5000 --rate-high 5050", "Poisson counts"),
+])  # fmt: skip
 def test_every_form_prints_a_table_and_a_paragraph(account: Account, line: str, words: str) -> None:
     code, out, _ = account(*line.split())
     assert code == 0
@@ -115,26 +112,23 @@ def test_a_run_is_read_from_its_ledger(account: Account, tmp_path: Path) -> None
         assert content["guarantees"][0]["epsilon"] > expected
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("gaussian", "--noise-multiplier is missing: give it, or --target-epsilon to have it computed"),
-        ("gaussian --noise-multiplier -1", "--noise-multiplier -1.0: must be finite and above 0"),
-        ("gaussian --noise-multiplier 1 --delta 2", "--delta 2.0: must lie in [0, 1)"),
-        ("gaussian --target-epsilon 1 --delta 0", "--target-epsilon 1: gaussian with noise up to 1e+06 does not"),
-        ("gaussian --noise-multiplier 1 --steps 0", "--steps 0: must be at least 1"),
-        ("pdfa-published --layer 1,2,3", "--layer 1,2,3: must be FAN_IN,WIDTH,GMIN,GMAX"),
-        ("pdfa-published --batch-size 4", "--layer is missing: give it"),
-        ("label-budget --budget-mu 1 --order no", "--order 'no': must be 'published' or 'hardware'"),
-        ("randomized-response --target-epsilon 50 --n-classes 10", "so large that the label always stays"),
-        ("run nowhere", "nowhere: there is no ledger; give a run folder that has one"),
-        ("convex-plan --target-epsilon 3 --batches 0", "--batches 0: must be at least 1"),
-        ("convex-plan --target-epsilon 3 --batches 9 --noise-multiplier 0", "--noise-multiplier 0.0: must be finite"),
-        ("randomized-response --n-classes 0 --target-epsilon 1", "--n-classes 0: must be at least 2"),
-        (RECORD + " --delta -0.1", "--delta -0.1: must lie in [0, 1)"),
-        (RECORD + " --relation replace_one", "--relation 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("line", "message"), [
+    ("gaussian", "--noise-multiplier is missing: give it, or --target-epsilon to have it computed"),
+    ("gaussian --noise-multiplier -1", "--noise-multiplier -1.0: must be finite and above 0"),
+    ("gaussian --noise-multiplier 1 --delta 2", "--delta 2.0: must lie in [0, 1)"),
+    ("gaussian --target-epsilon 1 --delta 0", "--target-epsilon 1: gaussian with noise up to 1e+06 does not"),
+    ("gaussian --noise-multiplier 1 --steps 0", "--steps 0: must be at least 1"),
+    ("pdfa-published --layer 1,2,3", "--layer 1,2,3: must be FAN_IN,WIDTH,GMIN,GMAX"),
+    ("pdfa-published --batch-size 4", "--layer is missing: give it"),
+    ("label-budget --budget-mu 1 --order no", "--order 'no': must be 'published' or 'hardware'"),
+    ("randomized-response --target-epsilon 50 --n-classes 10", "so large that the label always stays"),
+    ("run nowhere", "nowhere: there is no ledger; give a run folder that has one"),
+    ("convex-plan --target-epsilon 3 --batches 0", "--batches 0: must be at least 1"),
+    ("convex-plan --target-epsilon 3 --batches 9 --noise-multiplier 0", "--noise-multiplier 0.0: must be finite"),
+    ("randomized-response --n-classes 0 --target-epsilon 1", "--n-classes 0: must be at least 2"),
+    (RECORD + " --delta -0.1", "--delta -0.1: must lie in [0, 1)"),
+    (RECORD + " --relation replace_one", "--relation 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
+])  # fmt: skip
 def test_errors_are_one_line_with_exit_code_two(account: Account, line: str, message: str) -> None:
     code, out, err = account(*line.split())
     assert (code, out) == (2, "")

@@ -61,39 +61,33 @@ def test_bounds_that_contradict_each_other_are_refused(lower: float, upper: floa
         EpsilonBounds(lower=lower, upper=upper, method="quadrature")
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"epsilon": 0.0, "epsilon_lower": None}, {"epsilon": 0.0, "epsilon_lower": 0.0}),
-        *({"epsilon_lower": 1.0}, {"delta": 0.0}, {"epsilon": math.inf, "reason": "too little noise"}),
-        {"epsilon": math.inf, "reason": "none", "status": Status.NONE, "assumptions": (FAILED,)},
-        *({"status": Status.CLAIMED, "assumptions": (FAILED,)}, {"status": Status.PROVEN_UNDER_DEVICE_MODEL}),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    *({"epsilon": 0.0, "epsilon_lower": None}, {"epsilon": 0.0, "epsilon_lower": 0.0}),
+    *({"epsilon_lower": 1.0}, {"delta": 0.0}, {"epsilon": math.inf, "reason": "too little noise"}),
+    {"epsilon": math.inf, "reason": "none", "status": Status.NONE, "assumptions": (FAILED,)},
+    *({"status": Status.CLAIMED, "assumptions": (FAILED,)}, {"status": Status.PROVEN_UNDER_DEVICE_MODEL}),
+])  # fmt: skip
 def test_statements_that_may_be_made(changes: dict[str, Any]) -> None:
     made = replace(SOUND, **changes)
     assert Guarantee.from_json(json.loads(json.dumps(made.to_json()))) == made
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"epsilon": -1e-9, "epsilon_lower": None}, "epsilon = -1e-09: must be at least 0 or infinite"),
-        ({"epsilon": math.nan, "epsilon_lower": None}, "epsilon = nan: must be at least 0"),
-        ({"delta": 1.0}, "delta = 1"),
-        ({"delta": -1e-9}, "delta = -1e-09"),
-        ({"epsilon_lower": math.nextafter(1.0, 2.0)}, "exceeds epsilon = 1.0"),
-        ({"epsilon_lower": math.nan}, "epsilon_lower = nan"),
-        ({"epsilon": math.inf}, "reason = None: an infinite epsilon needs one"),
-        ({"reason": "why not"}, "reason = 'why not': .*a finite epsilon has none"),
-        ({"status": Status.NONE}, "status = 'none': has no finite epsilon, got 1.0"),
-        ({"assumptions": (FAILED,)}, "status = 'proven': the assumption 'no' does not hold"),
-        (
-            {"status": Status.PROVEN_UNDER_DEVICE_MODEL, "assumptions": (*SOUND.assumptions, FAILED)},
-            "the assumption 'no' does not hold",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"epsilon": -1e-9, "epsilon_lower": None}, "epsilon = -1e-09: must be at least 0 or infinite"),
+    ({"epsilon": math.nan, "epsilon_lower": None}, "epsilon = nan: must be at least 0"),
+    ({"delta": 1.0}, "delta = 1"),
+    ({"delta": -1e-9}, "delta = -1e-09"),
+    ({"epsilon_lower": math.nextafter(1.0, 2.0)}, "exceeds epsilon = 1.0"),
+    ({"epsilon_lower": math.nan}, "epsilon_lower = nan"),
+    ({"epsilon": math.inf}, "reason = None: an infinite epsilon needs one"),
+    ({"reason": "why not"}, "reason = 'why not': .*a finite epsilon has none"),
+    ({"status": Status.NONE}, "status = 'none': has no finite epsilon, got 1.0"),
+    ({"assumptions": (FAILED,)}, "status = 'proven': the assumption 'no' does not hold"),
+    (
+        {"status": Status.PROVEN_UNDER_DEVICE_MODEL, "assumptions": (*SOUND.assumptions, FAILED)},
+        "the assumption 'no' does not hold",
+    ),
+])  # fmt: skip
 def test_statements_that_contradict_themselves_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SOUND, **changes)
@@ -109,15 +103,12 @@ def test_a_budget_counts_what_a_theorem_supports() -> None:
     assert SOUND.failed_assumptions == ()
 
 
-@pytest.mark.parametrize(
-    ("source", "theorem"),
-    [
-        ("theorem record-clipping by hand", "record-clipping"),
-        ("theorem record-clipping", "record-clipping"),
-        ("equation 3", None),
-        ("a theorem", None),
-    ],
-)
+@pytest.mark.parametrize(("source", "theorem"), [
+    ("theorem record-clipping by hand", "record-clipping"),
+    ("theorem record-clipping", "record-clipping"),
+    ("equation 3", None),
+    ("a theorem", None),
+])  # fmt: skip
 def test_the_theorem_is_the_second_word(source: str, theorem: str | None) -> None:
     assert replace(SOUND, source=source).theorem == theorem
 
@@ -139,17 +130,14 @@ def test_only_numbers_are_infinite() -> None:
     assert from_json(Kept, {"number": 0.1 + 0.2, "text": "x", "other": 1}) == Kept(0.1 + 0.2, "x")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"text": "x"}, "number: Field required"),
-        ({"number": 1.0, "text": "x", "count": True}, "count = True: "),
-        ({"number": 1.0, "text": "x", "count": "5"}, "count = '5': "),
-        ({"number": 1.0, "text": "x", "count": "inf"}, "count = 'inf': "),
-        ({"number": 1.0, "text": 3}, "text = 3: "),
-        ({"number": [1.0], "text": "x"}, "^number: "),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ({"text": "x"}, "number: Field required"),
+    ({"number": 1.0, "text": "x", "count": True}, "count = True: "),
+    ({"number": 1.0, "text": "x", "count": "5"}, "count = '5': "),
+    ({"number": 1.0, "text": "x", "count": "inf"}, "count = 'inf': "),
+    ({"number": 1.0, "text": 3}, "text = 3: "),
+    ({"number": [1.0], "text": "x"}, "^number: "),
+])  # fmt: skip
 def test_values_keep_their_types(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_json(Kept, content)
@@ -233,18 +221,12 @@ def statement(mechanism: Mechanism, delta: float, records: int | None = None) ->
         guarantees=tuple(guarantees([mechanism], delta=delta)),
         mechanisms=(mechanism,),
         ledger=LedgerFacts(
-            lines=2,
-            digest="0" * 64,
-            delta=delta,
-            enforced=True,
-            payments=1,
-            steps_paid=1,
-            releases_paid=(),
+            lines=2, digest="0" * 64, delta=delta, enforced=True, payments=1, steps_paid=1, releases_paid=(),
             checked_against=("checkpoint",),
         ),
         run=RunFacts(finished=True, step=1, versions={}, records=records),
         versions={},
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,10 @@ def test_a_transform_has_the_error_that_is_counted(size: int) -> None:
     assert float(error.max()) <= UNIT * (8 * math.log2(size) + 16) * float(np.abs(values).sum())
 
 
-@pytest.mark.parametrize(
-    ("law", "scale", "q", "steps", "delta"),
-    [
-        ("laplace", 7667.1, 3.6e-5, 7, 8.9e-27),
-        pytest.param("gaussian", 1.0, 0.01, 10**8, 1e-6, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("law", "scale", "q", "steps", "delta"), [
+    ("laplace", 7667.1, 3.6e-5, 7, 8.9e-27),
+    pytest.param("gaussian", 1.0, 0.01, 10**8, 1e-6, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_beyond_doubles_is_no_failure(law: str, scale: float, q: float, steps: int, delta: float) -> None:
     one = NoisySum(law="laplace" if law == "laplace" else "gaussian", scale=scale, probability=q, steps=steps)
     found = noise_bounds([one], ADDED, delta)

@@ -73,12 +73,7 @@ CALIBRATED = (
         noise_multiplier=2.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, steps=4
     ),
     ConvexLastIterate(
-        objective="margin",
-        clip=0.5,
-        learning_rate=1.9,
-        batches=6,
-        epochs=3,
-        noise_multiplier=4.0,
+        objective="margin", clip=0.5, learning_rate=1.9, batches=6, epochs=3, noise_multiplier=4.0,
         final_noise=2.0,
     ),
     PrivateSelection(mean=5.0, mu=0.5),
@@ -97,22 +92,16 @@ CALIBRATED = (
     ),
     ZoLaplace(scale=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3),
     RecordReplaced(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, steps=3),
-)
+)  # fmt: skip
 WITHOUT_NOISE = (
     PUBLISHED,
     PdfaWithoutFormula(missing="a clip of the projected error", steps=2),
     Unprotected(what="bp without protection", steps=9),
     PublishedUlr(
-        target_std=4.0,
-        sampling_probability=0.1,
-        n_records=1000,
-        min_batch_size=80,
-        modules=2,
-        largest_module=650,
-        sampled=True,
-        steps=3,
+        target_std=4.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, modules=2,
+        largest_module=650, sampled=True, steps=3,
     ),
-)
+)  # fmt: skip
 ALL = CALIBRATED + WITHOUT_NOISE
 QUICK = [
     pytest.param(m, marks=pytest.mark.slow) if isinstance(m, RejectionGaussian) else m for m in CALIBRATED
@@ -137,19 +126,16 @@ def test_descriptions_survive_json(mechanism: Mechanism) -> None:
     assert mechanism_from_json(json.loads(text)) == mechanism
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": True}, "steps = True: Input should be a valid integer"),
-        ({"steps": "3"}, "steps = '3': Input should be a valid integer"),
-        ({"steps": 3.5}, "steps = 3.5: Input should be a valid integer"),
-        ({"device_noise": "no"}, "device_noise = 'no': Input should be a valid boolean"),
-        ({"noise_multiplier": "1.3"}, "noise_multiplier = '1.3': Input should be a valid number"),
-        ({"noise_multiplier": "inf"}, "noise_multiplier = inf: must be finite and above 0"),
-        ({"relation": "replace_one"}, "relation = 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
-        ({"clip_norm": None}, "clip_norm = None: Input should be a valid number"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"steps": True}, "steps = True: Input should be a valid integer"),
+    ({"steps": "3"}, "steps = '3': Input should be a valid integer"),
+    ({"steps": 3.5}, "steps = 3.5: Input should be a valid integer"),
+    ({"device_noise": "no"}, "device_noise = 'no': Input should be a valid boolean"),
+    ({"noise_multiplier": "1.3"}, "noise_multiplier = '1.3': Input should be a valid number"),
+    ({"noise_multiplier": "inf"}, "noise_multiplier = inf: must be finite and above 0"),
+    ({"relation": "replace_one"}, "relation = 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
+    ({"clip_norm": None}, "clip_norm = None: Input should be a valid number"),
+])  # fmt: skip
 def test_a_value_of_another_type_is_no_description(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         mechanism_from_json(RECORD.to_json() | changes)

@@ -233,13 +233,9 @@ def test_scores_are_read_only_as_the_plan_says() -> None:
     """A bound that is left out beforehand needs no share of the error, which raises the ceilings of the others."""
     coins = np.arange(100) % 2 == 0
     only = OneRunPlan(
-        adversary="counts",
-        canaries=100,
-        delta=DELTA,
-        claimed=4.0,
-        law=Law.GAUSSIAN,
+        adversary="counts", canaries=100, delta=DELTA, claimed=4.0, law=Law.GAUSSIAN,
         readings=(Method.GAUSSIAN_TRADE_OFF,),
-    )
+    )  # fmt: skip
     found = audit_one_run(coins.astype(float), coins, only)
     assert [bound.method for bound in found.bounds] == [Method.GAUSSIAN_TRADE_OFF]
     numbers = {"canaries": 2000, "epsilon": 4.0, "delta": DELTA}

@@ -72,28 +72,14 @@ class Sensor:
 SENSORS = {
     "scientific CMOS, 12 bits": Sensor(),
     "industrial CMOS, 8 bits": Sensor(
-        bits=8,
-        gain=0.019,
-        black=8.0,
-        read=45.0,
-        dark=125.0,
-        dark_spread=0.3,
-        well=12_000,
-        prnu=0.012,
+        bits=8, gain=0.019, black=8.0, read=45.0, dark=125.0, dark_spread=0.3, well=12_000, prnu=0.012,
         dsnu=40.0,
     ),
     "noise below a code, 8 bits": Sensor(
         bits=8, gain=0.03, black=6.3, read=10.0, dark=50.0, well=7500, prnu=0.01, dsnu=10.0, read_spread=0.1
     ),
     "CCD, 16 bits": Sensor(
-        bits=16,
-        gain=0.7,
-        black=1000.0,
-        read=8.0,
-        read_spread=0.0,
-        dark=2.0,
-        dark_spread=0.1,
-        well=60_000,
+        bits=16, gain=0.7, black=1000.0, read=8.0, read_spread=0.0, dark=2.0, dark_spread=0.1, well=60_000,
         dsnu=3.0,
     ),
     "deep well, 14 bits": Sensor(
@@ -105,13 +91,7 @@ SENSORS = {
         gain=0.4, black=200.0, read=5.0, dark=2500.0, dark_spread=0.3, well=9000, dsnu=4.0
     ),
     "telegraph pixels, 14 bits": Sensor(
-        bits=14,
-        gain=2.0,
-        black=300.0,
-        read=1.5,
-        telegraph_share=0.05,
-        telegraph=6.0,
-        well=7000,
+        bits=14, gain=2.0, black=300.0, read=1.5, telegraph_share=0.05, telegraph=6.0, well=7000,
         read_spread=0.4,
     ),
     "uneven, 12 bits": Sensor(
@@ -121,7 +101,7 @@ SENSORS = {
     "shaded, 10 bits": Sensor(
         bits=10, gain=0.1, black=30.0, read=12.0, shading=0.1, well=9500, dsnu=8.0, dark=800.0
     ),
-}
+}  # fmt: skip
 """Twelve sensors of different bits, gains, noises and faults."""
 
 

@@ -20,11 +20,7 @@ def certificate_of(
         changes: Other fields.
     """
     fields: dict[str, Any] = {
-        "device": description.name,
-        "description_digest": digest_of(description),
-        "date": datetime.date.today().isoformat(),
-        "frames": 1000,
-        "confidence": 0.95,
-        "beta": 1e-3,
-    }
+        "device": description.name, "description_digest": digest_of(description),
+        "date": datetime.date.today().isoformat(), "frames": 1000, "confidence": 0.95, "beta": 1e-3,
+    }  # fmt: skip
     return Certificate(**fields | changes, noise=noise, n_inputs=n_inputs, n_outputs=n_outputs)

@@ -200,13 +200,9 @@ class ServerProcess:
         self.log = lab.folder / f"server-{time.monotonic_ns()}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--journal", str(lab.journal)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
-                cwd=lab.folder,
-            )
+                [*command, "--journal", str(lab.journal)], stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)}, cwd=lab.folder,
+            )  # fmt: skip
         out = self.process.stdout
         ready, _, _ = select.select([out], [], [], 90)
         line = out.readline() if ready else ""

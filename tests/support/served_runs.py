@@ -100,13 +100,9 @@ class Notes:
 
 def configuration(device: object, seed: int) -> dict[str, Any]:
     return {
-        "seed": seed,
-        "epochs": EPOCHS,
-        "threads": 1,
-        "model": {"hidden": [32]},
-        "sampler": {"batch_size": 64},
-        "device": {"name": str(device)},
-    }
+        "seed": seed, "epochs": EPOCHS, "threads": 1, "model": {"hidden": [32]},
+        "sampler": {"batch_size": 64}, "device": {"name": str(device)},
+    }  # fmt: skip
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:

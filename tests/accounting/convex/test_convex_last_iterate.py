@@ -56,13 +56,9 @@ def test_never_below_an_exact_linear_instance(
 ) -> None:
     """Gradients that do not depend on the weights, so that a step contracts by 1 - eta lambda exactly."""
     run = replace(
-        RUN,
-        batches=batches,
-        epochs=epochs,
-        regularisation=regularisation,
-        schedule=schedule,
+        RUN, batches=batches, epochs=epochs, regularisation=regularisation, schedule=schedule,
         final_noise=final_noise,
-    )
+    )  # fmt: skip
     rates = learning_rates(run)
     exact = exact_mu(rates, noises_of(run), 1 - rates * regularisation, batches)
     assert proven_mu(run) >= exact * (1 - 1e-9)

@@ -326,13 +326,10 @@ def test_the_argmax_is_pure_but_for_beta() -> None:
     assert math.isinf(guarantees([certified], delta=1e-7)[0].epsilon)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "message"),
-    [
-        (np.eye(2), 0.5 * np.eye(2), "nowhere above highest"),
-        (np.full((2, 3), 0.1), np.full((2, 3), 0.2), "must be square"),
-    ],
-)
+@pytest.mark.parametrize(("low", "high", "message"), [
+    (np.eye(2), 0.5 * np.eye(2), "nowhere above highest"),
+    (np.full((2, 3), 0.1), np.full((2, 3), 0.2), "must be square"),
+])  # fmt: skip
 def test_contradictory_limits_are_refused(low: np.ndarray, high: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         argmax_epsilon(low, high, symmetrised=False)

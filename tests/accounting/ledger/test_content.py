@@ -45,18 +45,15 @@ def test_every_step_is_found_in_its_block_which_ends_before_the_next_paid_one() 
             assert coverage.room(step, wanted) == free
 
 
-@pytest.mark.parametrize(
-    ("blocks", "gap"),
-    [
-        ([], 0),
-        ([(1, 5)], 0),
-        ([(0, 5)], 5),
-        ([(5, 2), (0, 5)], 7),
-        ([(0, 5), (6, 2)], 5),
-        ([(0, 9), (2, 3), (9, 1)], 10),  # paid twice in release mode: the shorter one ends within the longer
-        ([(0, 3), (3, 3), (7, 1), (6, 1)], 8),
-    ],
-)
+@pytest.mark.parametrize(("blocks", "gap"), [
+    ([], 0),
+    ([(1, 5)], 0),
+    ([(0, 5)], 5),
+    ([(5, 2), (0, 5)], 7),
+    ([(0, 5), (6, 2)], 5),
+    ([(0, 9), (2, 3), (9, 1)], 10),  # paid twice in release mode: the shorter one ends within the longer
+    ([(0, 3), (3, 3), (7, 1), (6, 1)], 8),
+])  # fmt: skip
 def test_the_first_gap_is_the_first_step_outside_blocks(blocks: list[tuple[int, int]], gap: int) -> None:
     assert Coverage([ONCE, *(block(*one) for one in blocks)]).first_gap() == gap
 

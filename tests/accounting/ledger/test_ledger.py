@@ -258,16 +258,13 @@ def test_part_of_a_block_is_reserved_if_no_more_fits(tmp_path: Path, monkeypatch
     assert blocks(tmp_path / "l") == [(0, 4), (4, 2)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mode": "test"}, "mode = 'test': must be 'experiment' or 'release'"),
-        ({"block": 0}, "block = 0"),
-        ({"block": 1.5}, "block = 1.5"),
-        ({"delta": 1.0}, "delta = 1"),
-        ({"delta": -1e-9}, "delta = -1e-09"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"mode": "test"}, "mode = 'test': must be 'experiment' or 'release'"),
+    ({"block": 0}, "block = 0"),
+    ({"block": 1.5}, "block = 1.5"),
+    ({"delta": 1.0}, "delta = 1"),
+    ({"delta": -1e-9}, "delta = -1e-09"),
+])  # fmt: skip
 def test_a_wrong_ledger_is_not_created(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         Ledger(tmp_path / "l", **{"mode": "experiment", "delta": 1e-5, **changes})  # type: ignore[arg-type]

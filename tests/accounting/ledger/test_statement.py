@@ -58,19 +58,10 @@ Certified = part(
 Alarmed = part(step=int, since=int, found=str, covered=bool)
 Ran = part(finished=bool, step=int | None, versions=dict[str, str], records=int | None)
 Document: Any = part(
-    schema_name=Literal["opusim-guarantee"],
-    version=Literal[1],
-    mode=Mode,
-    seed_stored=bool,
-    warnings=list[Warned],
-    guarantees=list[Stated],
-    mechanisms=list[Paid],
-    certificates=list[Certified],
-    alarms=list[Alarmed],
-    ledger=Paying,
-    run=Ran | None,
-    versions=dict[str, str],
-)
+    schema_name=Literal["opusim-guarantee"], version=Literal[1], mode=Mode, seed_stored=bool,
+    warnings=list[Warned], guarantees=list[Stated], mechanisms=list[Paid], certificates=list[Certified],
+    alarms=list[Alarmed], ledger=Paying, run=Ran | None, versions=dict[str, str],
+)  # fmt: skip
 
 
 def validated(content: dict[str, Any]) -> Any:
@@ -152,13 +143,10 @@ def test_an_unfinished_last_iterate_covers_no_checkpoint(tmp_path: Path) -> None
     guarantee = replace(content.guarantees()[0], release=Release.LAST_ITERATE)
     for finished in (True, False):
         statement = Statement(
-            mode="release",
-            guarantees=(guarantee,),
-            mechanisms=tuple(content.mechanisms),
+            mode="release", guarantees=(guarantee,), mechanisms=tuple(content.mechanisms),
             ledger=LedgerFacts.of(content, ["summary.json"]),
-            run=RunFacts(finished=finished, step=3, versions={}),
-            versions={},
-        )
+            run=RunFacts(finished=finished, step=3, versions={}), versions={},
+        )  # fmt: skip
         assert statement.warnings == (() if finished else ("unfinished",))
 
 

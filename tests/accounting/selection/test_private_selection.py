@@ -218,13 +218,10 @@ def test_planted_fault_charging_the_best_trial_only_is_refuted() -> None:
 
 
 @pytest.mark.parametrize("mean", [1.0, 5.0, 10.0])
-@pytest.mark.parametrize(
-    ("adjacency", "relation"),
-    [
-        (Adjacency.ADD_OR_REMOVE_ONE, NeighboringRelation.ADD_OR_REMOVE_ONE),
-        (Adjacency.ZERO_OUT, NeighboringRelation.REPLACE_SPECIAL),
-    ],
-)
+@pytest.mark.parametrize(("adjacency", "relation"), [
+    (Adjacency.ADD_OR_REMOVE_ONE, NeighboringRelation.ADD_OR_REMOVE_ONE),
+    (Adjacency.ZERO_OUT, NeighboringRelation.REPLACE_SPECIAL),
+])  # fmt: skip
 def test_trials_of_dp_accounting(mean: float, adjacency: Adjacency, relation: NeighboringRelation) -> None:
     """Its accountant prices the same search from Renyi divergences only, with another law for their delta."""
     one = NoisyTrial(law="gaussian", scale=1.5, probability=0.05, steps=200)
@@ -333,14 +330,11 @@ def test_theorem_5_1_in_its_two_cases() -> None:
         assert theorem_epsilon(mu, small, delta) == small * gaussian_delta(mu, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(({"scale": 0.0}, "scale = 0"), ({"scale": math.inf}, "scale = inf")),
-        *(({"probability": 0.0}, "probability = 0"), ({"probability": 1.1}, "probability = 1.1")),
-        *(({"steps": 0}, "steps = 0"), ({"steps": 2.5}, "steps = 2.5")),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    *(({"scale": 0.0}, "scale = 0"), ({"scale": math.inf}, "scale = inf")),
+    *(({"probability": 0.0}, "probability = 0"), ({"probability": 1.1}, "probability = 1.1")),
+    *(({"steps": 0}, "steps = 0"), ({"steps": 2.5}, "steps = 2.5")),
+])  # fmt: skip
 def test_a_trial_that_cannot_be_is_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         replace(SAMPLED, **changes)

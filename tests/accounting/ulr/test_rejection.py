@@ -98,14 +98,9 @@ def test_the_reference_cases() -> None:
     curve = numerics.mixture_renyi_curve(run_of(*case).as_mixture(), (4.0,))
     assert curve[0] == pytest.approx(2.28e-2, rel=5e-3)
     paper = PublishedUlr(
-        target_std=4,
-        sampling_probability=0.2,
-        n_records=100,
-        min_batch_size=20,
-        modules=1,
-        largest_module=1,
+        target_std=4, sampling_probability=0.2, n_records=100, min_batch_size=20, modules=1, largest_module=1,
         sampled=True,
-    )
+    )  # fmt: skip
     assert published_rdp(paper, 4.0) == pytest.approx(5.63e-2, rel=5e-3)
 
 
@@ -120,14 +115,9 @@ def test_equation_10_at_the_noises_of_the_papers_table(z: float, holds: bool) ->
     without = norm.pdf(grid, 0, z)
     with_new = (1 - rate) * without + rate * norm.pdf(grid, 1, z)
     paper = PublishedUlr(
-        target_std=z,
-        sampling_probability=case[1],
-        n_records=case[0],
-        min_batch_size=case[2],
-        modules=1,
-        largest_module=1,
-        sampled=True,
-    )
+        target_std=z, sampling_probability=case[1], n_records=case[0], min_batch_size=case[2], modules=1,
+        largest_module=1, sampled=True,
+    )  # fmt: skip
     found = [
         (renyi(order, grid[1] - grid[0], with_new, without), published_rdp(paper, order), order)
         for order in (2.0, 4.0, 16.0, 64.0)

@@ -84,14 +84,11 @@ def test_evaluate_takes_a_persons_file(run: Path) -> None:
     assert "accuracy 10.00 % (no better than guessing: 10 %)" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda file: np.savez(file, x=np.float32(1), y=np.int64(0)), "x must"),
-        (lambda file: np.savez(file, x=np.array([None]), y=np.array([0])), "mine.npz is not an .npz file"),
-        (lambda file: _with_a_flipped_bit(file), "mine.npz is not an .npz file"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda file: np.savez(file, x=np.float32(1), y=np.int64(0)), "x must"),
+    (lambda file: np.savez(file, x=np.array([None]), y=np.array([0])), "mine.npz is not an .npz file"),
+    (lambda file: _with_a_flipped_bit(file), "mine.npz is not an .npz file"),
+])  # fmt: skip
 def test_a_persons_damaged_file_is_one_line(run: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(run.parent / "mine.npz")
     result = opusim("evaluate", str(run), "--data", "npz:mine.npz", cwd=run.parent)
@@ -129,32 +126,29 @@ def test_the_configuration_of_a_run_redoes_it(run: Path) -> None:
     assert (run.parent / "again" / "metrics.jsonl").read_bytes() == (run / "metrics.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("train pdfa --set trainer.treshold=1", "did you mean 'threshold'"),
-        ("train pdfa --sigma -1", "sigma"),
-        ("train pdfa --data mnits", "--data 'mnits': must be one of"),
-        ("train pdfa --protect record --epsilon 3 --delta 0", "infinite at delta = 0 whatever the noise"),
-        ("train pdfa --config nowhere.toml", "nowhere.toml.*cannot be read"),
-        ("train pdfa --device nowhere.toml", "nowhere.toml"),
-        ("evaluate nowhere", "holds no run"),
-        ("evaluate nowhere --chip 1", "--chip 1: only a device.*--device"),
-        ("evaluate nowhere --after 1d", "--after 1d: only a device.*--device"),
-        ("train resume nowhere", "holds no run"),
-        ("report nowhere", "holds no run"),
-        ("train bp --data mnist", "OPUSIM_DATA"),
-        ("train pdfa --set trainer.kind=bp", "contradicts the command"),
-        ("train pdfa --out /dev/null/run", "cannot be used.*choose another folder"),
-        ("tune convex --epsilon 3 --trials 0 --out search", "--trials 0.0: must be .*above 0"),
-        ("device calibrate gaussian --out /dev/null/x", "/dev/null/x.*choose another"),
-        ("device record camera --out /dev/null/x", "/dev/null/x.*choose another"),
-        ("device temperature camera_low_light --figure none/x.png", "none/x.png.*cannot be written"),
-        ("account device camera_low_light --figure none/x.png", "none/x.png.*cannot be written"),
-        ("account device camera_low_light --figure x.txt", "x.txt.*[.]png"),
-        ("audit --mechanism dfa --out /dev/null/x.json", "/dev/null/x.json.*cannot be written"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("train pdfa --set trainer.treshold=1", "did you mean 'threshold'"),
+    ("train pdfa --sigma -1", "sigma"),
+    ("train pdfa --data mnits", "--data 'mnits': must be one of"),
+    ("train pdfa --protect record --epsilon 3 --delta 0", "infinite at delta = 0 whatever the noise"),
+    ("train pdfa --config nowhere.toml", "nowhere.toml.*cannot be read"),
+    ("train pdfa --device nowhere.toml", "nowhere.toml"),
+    ("evaluate nowhere", "holds no run"),
+    ("evaluate nowhere --chip 1", "--chip 1: only a device.*--device"),
+    ("evaluate nowhere --after 1d", "--after 1d: only a device.*--device"),
+    ("train resume nowhere", "holds no run"),
+    ("report nowhere", "holds no run"),
+    ("train bp --data mnist", "OPUSIM_DATA"),
+    ("train pdfa --set trainer.kind=bp", "contradicts the command"),
+    ("train pdfa --out /dev/null/run", "cannot be used.*choose another folder"),
+    ("tune convex --epsilon 3 --trials 0 --out search", "--trials 0.0: must be .*above 0"),
+    ("device calibrate gaussian --out /dev/null/x", "/dev/null/x.*choose another"),
+    ("device record camera --out /dev/null/x", "/dev/null/x.*choose another"),
+    ("device temperature camera_low_light --figure none/x.png", "none/x.png.*cannot be written"),
+    ("account device camera_low_light --figure none/x.png", "none/x.png.*cannot be written"),
+    ("account device camera_low_light --figure x.txt", "x.txt.*[.]png"),
+    ("audit --mechanism dfa --out /dev/null/x.json", "/dev/null/x.json.*cannot be written"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_an_exit_code(tmp_path: Path, line: str, message: str) -> None:
     result = opusim(*line.split(), cwd=tmp_path, OPUSIM_DATA=str(tmp_path))
     assert result.returncode == 2, result.stderr
@@ -327,17 +321,14 @@ def no_data(tmp_path: Path, patch: Patch) -> None:
     patch.setenv("OPUSIM_DATA", str(tmp_path / "gone"))
 
 
-@pytest.mark.parametrize(
-    ("section", "plant", "found"),
-    [
-        ("Versions", missing_library, {"numpy": "; opusim needs numpy>=999", "no-such-library": "missing; opusim"}),
-        ("Entry points", broken_package, {"opusim.devices lab_bench": "(RuntimeError: no licence in ~/key)"}),
-        ("Kernels", wrong_digest, {"test projection": "results are wrong here"}),
-        ("Kernels", no_numba, {"failed": "ModuleNotFoundError"}),
-        ("Data", incomplete_data, {"mnist": "incomplete: MNIST/raw/train-labels"}),
-        ("Data", no_data, {"failed": "OPUSIM_DATA is $OPUSIM_DATA, which is not a folder"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("section", "plant", "found"), [
+    ("Versions", missing_library, {"numpy": "; opusim needs numpy>=999", "no-such-library": "missing; opusim"}),
+    ("Entry points", broken_package, {"opusim.devices lab_bench": "(RuntimeError: no licence in ~/key)"}),
+    ("Kernels", wrong_digest, {"test projection": "results are wrong here"}),
+    ("Kernels", no_numba, {"failed": "ModuleNotFoundError"}),
+    ("Data", incomplete_data, {"mnist": "incomplete: MNIST/raw/train-labels"}),
+    ("Data", no_data, {"failed": "OPUSIM_DATA is $OPUSIM_DATA, which is not a folder"}),
+])  # fmt: skip
 def test_a_planted_fault_is_found(
     tmp_path: Path, monkeypatch: Patch, section: str, plant: Callable[[Path, Patch], None], found: dict[str, str],
 ) -> None:  # fmt: skip

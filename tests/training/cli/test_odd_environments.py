@@ -23,17 +23,14 @@ from tests.support.command import ROOT, opusim
 NOT_UTF8 = os.fsdecode(b"run\xff")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "line"),
-    [
-        ("WORLD_SIZE", "abc", "must be a whole number of processes, in [1, 1,048,576]"),
-        ("WORLD_SIZE", "0", "must be a whole number of processes, in [1, 1,048,576]"),
-        ("WORLD_SIZE", "1.5", "must be a whole number of processes, in [1, 1,048,576]"),
-        ("OPUSIM_WAIT", "nan", "must be a number of seconds, at least 0"),
-        ("OPUSIM_WAIT", "inf", "must be a number of seconds, at least 0"),
-        ("OPUSIM_WAIT", "-1", "must be a number of seconds, at least 0"),
-    ],
-)
+@pytest.mark.parametrize(("variable", "value", "line"), [
+    ("WORLD_SIZE", "abc", "must be a whole number of processes, in [1, 1,048,576]"),
+    ("WORLD_SIZE", "0", "must be a whole number of processes, in [1, 1,048,576]"),
+    ("WORLD_SIZE", "1.5", "must be a whole number of processes, in [1, 1,048,576]"),
+    ("OPUSIM_WAIT", "nan", "must be a number of seconds, at least 0"),
+    ("OPUSIM_WAIT", "inf", "must be a number of seconds, at least 0"),
+    ("OPUSIM_WAIT", "-1", "must be a number of seconds, at least 0"),
+])  # fmt: skip
 def test_a_variable_without_a_number_is_one_line(
     tmp_path: Path, variable: str, value: str, line: str
 ) -> None:

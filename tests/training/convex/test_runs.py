@@ -204,14 +204,11 @@ def test_a_planted_fault_of_blind_gates_is_seen(tmp_path: Path, monkeypatch: pyt
     assert not torch.equal(*planes)
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "scheme"),
-    [
-        ([], "record", "poisson"),
-        (["--method", "poisson"], "record", "poisson"),
-        (["--method", "cyclic"], "last-iterate", "disjoint-cyclic"),
-    ],
-)
+@pytest.mark.parametrize(("given", "kind", "scheme"), [
+    ([], "record", "poisson"),
+    (["--method", "poisson"], "record", "poisson"),
+    (["--method", "cyclic"], "last-iterate", "disjoint-cyclic"),
+])  # fmt: skip
 def test_a_file_says_how_it_descends_unless_a_method_is_given(
     tmp_path: Path, given: list[str], kind: str, scheme: str
 ) -> None:

@@ -231,14 +231,10 @@ def directory(path: Path) -> None:
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
-    "empty": bytes_of(b""),
-    "not UTF-8": bytes_of(b'{"a": "\xff\xfe"}\n'),
-    "deep JSON": bytes_of(b"[" * 100_000 + b"\n"),
-    "deep TOML": bytes_of(b"a = " + b"[" * 100_000),
-    "object": bytes_of(b"{}\n"),
-    "named pipe": pipe,
-    "folder": directory,
-}
+    "empty": bytes_of(b""), "not UTF-8": bytes_of(b'{"a": "\xff\xfe"}\n'),
+    "deep JSON": bytes_of(b"[" * 100_000 + b"\n"), "deep TOML": bytes_of(b"a = " + b"[" * 100_000),
+    "object": bytes_of(b"{}\n"), "named pipe": pipe, "folder": directory,
+}  # fmt: skip
 """What a reader meets before it looks at content, of which tests/test_hostile_data.py and its like draw more."""
 TRAIN = ("train", "bp", "--out", "run")
 COMMANDS: dict[str, list[tuple[str, ...]]] = {

@@ -183,41 +183,35 @@ def test_rejection_states_the_mean_of_its_law(n: int, q: float, least: int) -> N
     assert sampler.expected_batch_size == pytest.approx((sizes * masses).sum() / masses.sum(), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "mean", "steps", "probability"),
-    [
-        (PoissonSampler(54_000, 256 / 54_000, seed=0), 256, 211, 256 / 54_000),
-        (PoissonSampler(10, 0.9, seed=0), 9, 1, 0.9),
-        (FixedSizeSampler(54_000, 256, seed=0), 256, 211, None),
-        (ShuffledEpochsSampler(54_000, 256, seed=0), 54_000 / 211, 211, None),
-        (ShuffledEpochsSampler(54_000, 256, drop_last=True, seed=0), 256, 210, None),
-        (DisjointCyclicSampler(54_000, 256, seed=0), 256, 210, None),
-    ],
-)
+@pytest.mark.parametrize(("sampler", "mean", "steps", "probability"), [
+    (PoissonSampler(54_000, 256 / 54_000, seed=0), 256, 211, 256 / 54_000),
+    (PoissonSampler(10, 0.9, seed=0), 9, 1, 0.9),
+    (FixedSizeSampler(54_000, 256, seed=0), 256, 211, None),
+    (ShuffledEpochsSampler(54_000, 256, seed=0), 54_000 / 211, 211, None),
+    (ShuffledEpochsSampler(54_000, 256, drop_last=True, seed=0), 256, 210, None),
+    (DisjointCyclicSampler(54_000, 256, seed=0), 256, 210, None),
+])  # fmt: skip
 def test_what_a_sampler_states(sampler: Sampler, mean: float, steps: int, probability: float | None) -> None:
     assert sampler.expected_batch_size == pytest.approx(mean)
     assert sampler.steps_per_epoch == steps
     assert sampler.sampling_probability == probability
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "error", "message"),
-    [
-        (("bernoulli", 10, 2, 0), {}, ValueError, "scheme = 'bernoulli': must be one of 'poisson', "),
-        (("poisson", 10, 11, 0), {}, ValueError, r"batch_size = 11: must be an integer in \[1, 10\]"),
-        (("fixed-size", 10, 0, 0), {}, ValueError, r"batch_size = 0: must be an integer in \[1, 10\]"),
-        (("fixed-size", 10, 2.5, 0), {}, TypeError, "batch_size = 2.5: must be an integer, not float"),
-        (("fixed-size", 10, None, 0), {}, TypeError, "batch_size = None: scheme 'fixed-size' needs a batch"),
-        (("shuffled-epochs", 0, 1, 0), {}, ValueError, r"n_records = 0: must be at least 1"),
-        (("shuffled-epochs", 10, 2, -1), {}, ValueError, r"seed = -1: must be an integer in \[0, "),
-        (("full-batch", 10, 4, 0), {}, ValueError, "batch_size = 4: must be None or n_records = 10"),
-        (("poisson", 10, 2, 0), {"drop_last": True}, TypeError, "'poisson' has no option 'drop_last'.*none"),
-        (("shuffled-epochs", 10, 2, 0), {"drop": 1}, TypeError, "no option 'drop'; its options: drop_last"),
-        (("poisson-min-batch", 10, 2, 0), {}, TypeError, "needs the option 'min_batch_size'"),
-        (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 9}, ValueError, "reached with probability"),
-        (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 11}, ValueError, "min_batch_size = 11"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "options", "error", "message"), [
+    (("bernoulli", 10, 2, 0), {}, ValueError, "scheme = 'bernoulli': must be one of 'poisson', "),
+    (("poisson", 10, 11, 0), {}, ValueError, r"batch_size = 11: must be an integer in \[1, 10\]"),
+    (("fixed-size", 10, 0, 0), {}, ValueError, r"batch_size = 0: must be an integer in \[1, 10\]"),
+    (("fixed-size", 10, 2.5, 0), {}, TypeError, "batch_size = 2.5: must be an integer, not float"),
+    (("fixed-size", 10, None, 0), {}, TypeError, "batch_size = None: scheme 'fixed-size' needs a batch"),
+    (("shuffled-epochs", 0, 1, 0), {}, ValueError, r"n_records = 0: must be at least 1"),
+    (("shuffled-epochs", 10, 2, -1), {}, ValueError, r"seed = -1: must be an integer in \[0, "),
+    (("full-batch", 10, 4, 0), {}, ValueError, "batch_size = 4: must be None or n_records = 10"),
+    (("poisson", 10, 2, 0), {"drop_last": True}, TypeError, "'poisson' has no option 'drop_last'.*none"),
+    (("shuffled-epochs", 10, 2, 0), {"drop": 1}, TypeError, "no option 'drop'; its options: drop_last"),
+    (("poisson-min-batch", 10, 2, 0), {}, TypeError, "needs the option 'min_batch_size'"),
+    (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 9}, ValueError, "reached with probability"),
+    (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 11}, ValueError, "min_batch_size = 11"),
+])  # fmt: skip
 def test_make_sampler_names_what_is_wrong(
     arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
 ) -> None:

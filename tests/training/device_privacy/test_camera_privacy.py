@@ -297,13 +297,10 @@ DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600
 
 
 @pytest.mark.parametrize("kept", ["counts", "argmax"])
-@pytest.mark.parametrize(
-    ("camera", "message"),
-    [
-        ({"light": {"power": DRIFTING}}, "drift_rms: drifts from training step to training step"),
-        ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
-    ],
-)
+@pytest.mark.parametrize(("camera", "message"), [
+    ({"light": {"power": DRIFTING}}, "drift_rms: drifts from training step to training step"),
+    ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
+])  # fmt: skip
 def test_what_training_does_not_keep_is_unaccounted(kept: str, camera: dict[str, Any], message: str) -> None:
     description = load_description("camera_low_light", {"camera": camera})
     with pytest.raises(ConfigError, match=message):

@@ -235,20 +235,17 @@ def test_a_model_that_is_not_paid_for_is_refused(tmp_path: Path, monkeypatch: py
         training.train(folder=tmp_path, resume=True, data=data())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"epochs": 2}, "epochs: 2 is not for trainer.kind = 'ridge'"),
-        ({"sampler": {"scheme": "poisson"}}, "sampler.scheme: 'poisson' is not for trainer.kind = 'ridge'"),
-        ({"sampler": {"batch_size": 100}}, "sampler.batch_size: 100 does nothing here"),
-        ({"optimizer": {"lr": 0.1}}, "optimizer.lr: 0.1 does nothing here"),
-        ({"model": {"hidden": [5]}}, "model.hidden: .* does nothing here"),
-        ({"protection": {"kind": "record", "epsilon": 1.0}}, "'record' is not for trainer.kind = 'ridge'"),
-        ({"trainer": {"kind": "bp"}}, "'label-release' is not for trainer.kind = 'bp'"),
-        ({"protection": {"rounds": 0, "level": 2.0}}, "protection.level: 2.0 does nothing here"),
-        ({"protection": {"noise": "device"}, "device": None}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"epochs": 2}, "epochs: 2 is not for trainer.kind = 'ridge'"),
+    ({"sampler": {"scheme": "poisson"}}, "sampler.scheme: 'poisson' is not for trainer.kind = 'ridge'"),
+    ({"sampler": {"batch_size": 100}}, "sampler.batch_size: 100 does nothing here"),
+    ({"optimizer": {"lr": 0.1}}, "optimizer.lr: 0.1 does nothing here"),
+    ({"model": {"hidden": [5]}}, "model.hidden: .* does nothing here"),
+    ({"protection": {"kind": "record", "epsilon": 1.0}}, "'record' is not for trainer.kind = 'ridge'"),
+    ({"trainer": {"kind": "bp"}}, "'label-release' is not for trainer.kind = 'bp'"),
+    ({"protection": {"rounds": 0, "level": 2.0}}, "protection.level: 2.0 does nothing here"),
+    ({"protection": {"noise": "device"}, "device": None}, None),
+])  # fmt: skip
 def test_what_would_do_nothing_is_refused(changes: dict[str, Any], message: str | None) -> None:
     base = {"trainer": {"kind": "ridge"}, "protection": {"kind": "label-release", "epsilon": 1.0}}
     config = {**base, **{key: value for key, value in changes.items() if value is not None}}

@@ -220,13 +220,10 @@ def test_a_module_takes_images_in_their_shape(tmp_path: Path, kind: str, protect
 
 
 @pytest.mark.parametrize("kind", ["ulr", "zo"])
-@pytest.mark.parametrize(
-    ("n_inputs", "n_outputs", "message"),
-    [
-        (8, 4, r"gives \(2, 4\) for two records of shape \(8,\).*outputs of shape \(2, 3\)"),
-        (7, 3, r"cannot take records of shape \(8,\).*change the module"),
-    ],
-)
+@pytest.mark.parametrize(("n_inputs", "n_outputs", "message"), [
+    (8, 4, r"gives \(2, 4\) for two records of shape \(8,\).*outputs of shape \(2, 3\)"),
+    (7, 3, r"cannot take records of shape \(8,\).*change the module"),
+])  # fmt: skip
 def test_a_model_that_does_not_fit_the_data_is_refused(
     tmp_path: Path, kind: str, n_inputs: int, n_outputs: int, message: str
 ) -> None:
@@ -268,16 +265,13 @@ def test_equal_numbers_of_a_device_and_a_generator_give_equal_steps(monkeypatch:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"trainer": {"kind": "ulr", "reduction": "leave-one-out"}}, "needs other copies, but copies = 1"),
-        ({"trainer": {"kind": "ulr", "form": "published", "reduction": "antithetic"}}, "changes the noise"),
-        ({"trainer": {"kind": "ulr", "form": "published", "clip": "module"}}, "belongs to form = 'proven'"),
-        ({"trainer": {"kind": "ulr", "threshold": 0.1}}, "it needs trainer.kind = 'pdfa' or 'tdfa'"),
-        ({"trainer": {"kind": "ulr", "sigma": 0.0}}, "trainer.sigma"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"trainer": {"kind": "ulr", "reduction": "leave-one-out"}}, "needs other copies, but copies = 1"),
+    ({"trainer": {"kind": "ulr", "form": "published", "reduction": "antithetic"}}, "changes the noise"),
+    ({"trainer": {"kind": "ulr", "form": "published", "clip": "module"}}, "belongs to form = 'proven'"),
+    ({"trainer": {"kind": "ulr", "threshold": 0.1}}, "it needs trainer.kind = 'pdfa' or 'tdfa'"),
+    ({"trainer": {"kind": "ulr", "sigma": 0.0}}, "trainer.sigma"),
+])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, changes=changes)

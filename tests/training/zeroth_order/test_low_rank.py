@@ -144,14 +144,11 @@ def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize(
-    ("make", "tokens", "shared"),
-    [
-        (perceptron, False, False),
-        (lambda: Tokens(frozen=False), True, False),
-        (lambda: Tokens(frozen=True), True, True),
-    ],
-)
+@pytest.mark.parametrize(("make", "tokens", "shared"), [
+    (perceptron, False, False),
+    (lambda: Tokens(frozen=False), True, False),
+    (lambda: Tokens(frozen=True), True, True),
+])  # fmt: skip
 def test_at_once_gives_what_one_after_another_gives(
     make: Callable[[], nn.Module], tokens: bool, shared: bool, rank: int
 ) -> None:

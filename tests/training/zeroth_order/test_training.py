@@ -245,17 +245,14 @@ def test_noise_of_a_gaussian_device(tmp_path: Path) -> None:
         run(tmp_path, camera, "camera")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"sampler": {"scheme": "shuffled-epochs", "batch_size": 10}}, NoGuarantee, "shuffled-epochs"),
-        ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "second copy of the parameters"),
-        ({"optimizer": {"momentum": 0.9}}, ConfigError, "neither momentum nor moments"),
-        ({"optimizer": {"name": "adam"}}, ConfigError, "neither momentum nor moments"),
-        ({"protection": {"kind": "label-amplified", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
-        ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
-    ],
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"sampler": {"scheme": "shuffled-epochs", "batch_size": 10}}, NoGuarantee, "shuffled-epochs"),
+    ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "second copy of the parameters"),
+    ({"optimizer": {"momentum": 0.9}}, ConfigError, "neither momentum nor moments"),
+    ({"optimizer": {"name": "adam"}}, ConfigError, "neither momentum nor moments"),
+    ({"protection": {"kind": "label-amplified", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
+    ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
+])  # fmt: skip
 def test_unproven_runs_are_refused(
     tmp_path: Path, change: dict, error: type[Exception], message: str
 ) -> None:
@@ -389,13 +386,10 @@ def test_differences_are_clipped_each_by_itself() -> None:
     assert (found.clipped, found.non_finite) == (2, 0)
 
 
-@pytest.mark.parametrize(
-    ("plus", "minus", "expected"),
-    [
-        (NAN, 1.0, 0.5), (INF, 1.0, 0.5), (-INF, 1.0, 0.5), (1.0, NAN, -0.5), (1.0, INF, -0.5),
-        (NAN, NAN, 0.0), (INF, -INF, 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("plus", "minus", "expected"), [
+    (NAN, 1.0, 0.5), (INF, 1.0, 0.5), (-INF, 1.0, 0.5), (1.0, NAN, -0.5), (1.0, INF, -0.5),
+    (NAN, NAN, 0.0), (INF, -INF, 0.0),
+])  # fmt: skip
 def test_losses_that_are_not_finite_count_as_the_bound(plus: float, minus: float, expected: float) -> None:
     found = loss_differences(torch.tensor([plus]), torch.tensor([minus]), 0.5)
     assert found.values.tolist() == [expected]

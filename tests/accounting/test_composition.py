@@ -79,9 +79,7 @@ def test_several_mechanisms_are_accounted_for_each_time_and_by_themselves(linear
 @pytest.mark.parametrize(
     ("cost", "exceeds"), [(1.0, False), (math.nextafter(1.0, 2.0), True), (math.nan, True), (math.inf, True)]
 )
-def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(
-    cost: float, exceeds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_spent_to_its_end(cost: float, exceeds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Budget, "spent", lambda *_: cost)
     assert Budget(epsilon=1.0, delta=DELTA).would_exceed([], [STEP]) is exceeds
 

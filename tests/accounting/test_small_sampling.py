@@ -98,9 +98,7 @@ def grid_curve(grid: loss_laws.LossGrid, epsilon: float) -> float:
 @pytest.mark.parametrize(
     ("q", "z", "interval"), [(1e-3, 0.6, 1e-4), (1e-7, 0.6, 1e-5), (1e-7, 0.6, 1e-9), (3e-3, 3.0, 1e-5)]
 )
-def test_grids_lie_on_either_side_of_the_curve(
-    q: float, z: float, interval: float, direction: Direction
-) -> None:
+def test_grids_lie_on_both_sides_of_curves(q: float, z: float, interval: float, direction: Direction) -> None:
     """Relative to delta, in 40 digits, whether the interval is longer or shorter than most losses."""
     law, curve = GaussianLaw(noise=z, probability=q, direction=direction), gaussian_curve(q, z, direction)
     ends = law.span(1e-12, 1e-16)

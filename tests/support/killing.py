@@ -21,9 +21,7 @@ Moment = tuple[int, str]
 class Killer:
     """Counts the calls that touch the disk in this process, and kills it at one of them or records all states."""
 
-    def __init__(
-        self, folder: Path, moment: Moment | None = None, *, memory: Callable[[], object] = str
-    ) -> None:
+    def __init__(self, folder: Path, moment: Moment | None = None, *, memory: Callable = str) -> None:
         """Watch this process.
 
         Args:

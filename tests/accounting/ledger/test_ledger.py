@@ -219,9 +219,7 @@ def test_a_release_that_happens_once_is_paid_once_where_it_repeats(tmp_path: Pat
     assert [payment.name for payment in read_ledger(path).payments] == ["labels", "scores"]
 
 
-def test_a_run_that_fits_is_accounted_for_once_each_time_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fits_is_accounted_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps ahead are those to the end of the run, beside what was paid."""
     asked: list[int] = []
 

@@ -143,9 +143,7 @@ def test_a_failed_return_leaves_the_steps_paid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["write", "fsync", "replace", "after the line", "after the journal"])
-def test_after_an_interrupt_the_same_ledger_pays_on(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_interrupt_it_pays_on(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, whose cell is stopped within `pay` and run again."""
     path = tmp_path / "ledger.jsonl"
     ledger = opened(path)
@@ -269,9 +267,7 @@ def test_payments_cover_what_was_computed_whatever_happens(tmp_path: Path, numbe
     assert live(tmp_path / "ledger.jsonl", random.Random(f"{seed} {number}")) == []
 
 
-def test_planted_fault_a_return_of_a_computed_step_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_planted_return_of_a_computed_step_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     return_unused = Ledger.return_unused
 
     def one_too_many(self: Ledger) -> None:
@@ -289,9 +285,7 @@ def test_planted_fault_a_return_of_a_computed_step_is_caught(
     assert found
 
 
-def test_planted_fault_steps_computed_from_what_was_returned_are_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_steps_of_what_was_returned_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def keeps_its_credit(self: Ledger) -> None:
         credit = self._credit
         return_unused(self)

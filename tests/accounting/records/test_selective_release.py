@@ -46,17 +46,13 @@ def divergences(update_noise: float, loss_noise: float, *, selective: bool) -> t
 
 @pytest.mark.parametrize("update_noise", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("loss_noise", [1.0, 2.0])
-def test_an_update_that_is_drawn_until_accepted_releases_more_than_is_charged(
-    update_noise: float, loss_noise: float
-) -> None:
+def test_updates_drawn_until_accepted_release_more_than_paid(update_noise: float, loss_noise: float) -> None:
     released, charged = divergences(update_noise, loss_noise, selective=True)
     assert released > 1.3 * charged
 
 
 @pytest.mark.parametrize("update_noise", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("loss_noise", [1.0, 2.0])
-def test_an_update_that_is_drawn_once_releases_what_is_charged_at_most(
-    update_noise: float, loss_noise: float
-) -> None:
+def test_updates_drawn_once_release_at_most_what_is_paid(update_noise: float, loss_noise: float) -> None:
     released, charged = divergences(update_noise, loss_noise, selective=False)
     assert 0.3 * charged < released <= charged

@@ -214,9 +214,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in result.stderr
 
 
-def test_a_program_error_is_no_alarm(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_error_is_no_alarm(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     def broken() -> None:
         raise RuntimeError("shape mismatch")
 

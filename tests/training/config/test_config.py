@@ -34,9 +34,7 @@ def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
     ({"protection": {"kind": "label-randomized-response"}, "optimizer": {"name": "adam"}}, (0.01, 0.0)),
     ({"protection": {"kind": "label-randomized-response"}, "model": {"name": "vit-small"}}, (0.002, 0.0)),
 ])  # fmt: skip
-def test_labels_that_are_read_once_take_larger_steps_and_a_mean(
-    values: dict[str, Any], expected: tuple[float, float]
-) -> None:
+def test_labels_read_once_take_larger_steps_and_a_mean(values: dict[str, Any], expected: tuple) -> None:
     optimizer = load_config(merged(values, {"protection": {"epsilon": 3.0}})).optimizer
     assert (optimizer.lr, optimizer.averaged_tail) == expected
 

@@ -132,9 +132,7 @@ def test_a_run_of_a_public_number_tells_it(tmp_path: Path) -> None:
     ("convex", None, "replace_one"),
     ("convex", "zero_out", "zero_out"),
 ])  # fmt: skip
-def test_the_relation_is_in_the_statement(
-    tmp_path: Path, kind: str, relation: str | None, stated: str
-) -> None:
+def test_a_statement_has_its_relation(tmp_path: Path, kind: str, relation: str | None, stated: str) -> None:
     config = of_trainer(NULL, kind)
     if relation is not None:
         config = merged(config, {"protection": {"relation": relation}})

@@ -128,9 +128,7 @@ class TestArrays:
             "the constants () are for 2 features, x has shape (20, 3)",
         ),
     ])  # fmt: skip
-    def test_bad_input_has_a_remedy(
-        self, changes: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
+    def test_bad_input_has_a_remedy(self, changes: dict[str, Any], error: type, message: str) -> None:
         pattern = ".*".join(re.escape(part) for part in message.split(".*"))
         with pytest.raises(error, match=pattern):
             _load(**changes)
@@ -264,9 +262,7 @@ class TestCodes:
         ((0, 2**62), "2 different labels"),
         ((1, 2), "must hold labels from 0, got 1 to 2: subtract 1"),
     ])  # fmt: skip
-    def test_codes_are_refused_with_the_call_that_numbers_them(
-        self, kind: Callable[[Any], Any], codes: tuple[int, ...], message: str
-    ) -> None:
+    def test_codes_are_refused_with_a_remedy(self, kind: Callable, codes: tuple, message: str) -> None:
         x, y = np.eye(12, 3), np.array(codes)[np.arange(12) % len(codes)]
         with pytest.raises(ValueError, match=message):
             from_arrays(x, kind(y), validation_fraction=0.0, split_seed=0)

@@ -271,9 +271,7 @@ def test_a_run_on_a_map_learns_and_evaluates_as_it_trained(kind: str, tmp_path: 
     assert again.summary == run.summary
 
 
-def test_a_full_disk_costs_the_cache_and_not_the_run(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_the_cache(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**IMAGE_CONFIG, "data": {"features": "convolutions", "n_features": 64}, "epochs": 1}
     whole = training.train(config, folder=tmp_path / "whole")
 

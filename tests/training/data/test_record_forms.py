@@ -221,9 +221,7 @@ def parts(dataset: Dataset) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["<f4", ">f4", "<f8", "<f2", "u1"])
 @pytest.mark.parametrize("split", ["index", "content"])
-def test_they_give_the_data_set_of_records_in_memory(
-    tmp_path: Path, kind: str, split: Any, seed: int
-) -> None:
+def test_they_give_what_records_in_memory_give(tmp_path: Path, kind: str, split: Any, seed: int) -> None:
     x, y = records(seed)
     x = np.abs(x).astype(kind)
     constants = Standardisation(mean=tuple(np.linspace(0, 1, 12).tolist()), std=2.0, source="the test")
@@ -242,9 +240,7 @@ def test_they_give_the_data_set_of_records_in_memory(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_they_are_standardised_as_in_memory(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_standardised_alike(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = records(seed)
     found = standardised_by_records(
         from_arrays(mapped(tmp_path, x), y, validation_fraction=0.2, split_seed=1)

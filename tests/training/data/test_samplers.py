@@ -119,9 +119,7 @@ def test_without_a_seed_shuffled_epochs_still_cover_each_epoch() -> None:
 
 
 @given(data=st.data(), n=st.integers(1, 60), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
-def test_an_epoch_of_shuffled_batches_has_all_once(
-    data: st.DataObject, n: int, seed: int, epoch: int
-) -> None:
+def test_an_epoch_of_shuffled_batches_has_all(data: st.DataObject, n: int, seed: int, epoch: int) -> None:
     size = data.draw(st.integers(1, n))
     for drop_last in (False, True):
         sampler = ShuffledEpochsSampler(n, size, drop_last, seed=seed)
@@ -212,9 +210,7 @@ def test_what_a_sampler_states(sampler: Sampler, mean: float, steps: int, probab
     (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 9}, ValueError, "reached with probability"),
     (("poisson-min-batch", 10, 2, 0), {"min_batch_size": 11}, ValueError, "min_batch_size = 11"),
 ])  # fmt: skip
-def test_make_sampler_names_what_is_wrong(
-    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_make_sampler_names_what_is_wrong(arguments: tuple, options: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         make_sampler(*arguments, **options)
 
@@ -354,9 +350,7 @@ def test_rejection_follows_the_conditional_law(rejecting: np.ndarray) -> None:
     assert _inclusion_deviation(rejecting, sampler.expected_batch_size / N) < 1
 
 
-def test_epochs_and_fixed_sizes_sold_as_poisson_are_caught(
-    shuffled: np.ndarray, fixed_size: np.ndarray
-) -> None:
+def test_epochs_and_fixed_sizes_sold_as_poisson_show(shuffled: np.ndarray, fixed_size: np.ndarray) -> None:
     assert _size_deviation(shuffled, *_binomial()) > 2
     assert _size_deviation(fixed_size, *_binomial()) > 2
     assert _step_deviation(shuffled, Q) > 2

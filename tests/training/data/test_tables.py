@@ -148,9 +148,7 @@ class TestFrames:
         (FRAME[["species"]], None, "species", "has no column besides the labels"),
         (pandas.concat([FRAME, FRAME], axis=1), None, "species", "several columns of the name 'count'"),
     ])  # fmt: skip
-    def test_what_does_not_fit_names_its_column(
-        self, frame: Any, test: Any, label: Any, message: str
-    ) -> None:
+    def test_what_is_wrong_names_its_column(self, frame: Any, test: Any, label: Any, message: str) -> None:
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
             _load(frame, test, label)
 
@@ -255,9 +253,7 @@ class TestRuns:
         assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))
         assert resumed.summary == whole.summary
 
-    def test_a_run_that_counted_classes_without_a_record_resumes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_run_of_classes_without_records(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Earlier versions took one more than the largest label, also if a number below it was left out."""
 
         class Stop(opusim.Callback):
@@ -318,9 +314,7 @@ class TestRuns:
                 RunPlan.stored(RunFolder(folder))
 
     @pytest.mark.parametrize("kind", ["npz", "folder"])
-    def test_arrays_and_images_are_read_from_files(
-        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_arrays_and_image_files(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pixels = np.random.default_rng(1).integers(0, 256, size=(40, 5, 4, 3), dtype=np.uint8)
         x = pixels.transpose(0, 3, 1, 2).astype(np.float32) / 255
         for name in ("train", "test"):

@@ -56,9 +56,7 @@ def realised_delta(
     return max(found)
 
 
-def test_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
-    counts: LabelCounts, seed: int
-) -> None:
+def test_counts_leak_at_most_what_is_stated_and_more_than_sigma_says(counts: LabelCounts, seed: int) -> None:
     delta, error = realised_delta(counts, HOT, counts.epsilon(HOT), seed)
     assert delta <= DELTA + 5 * error
     with open_device("camera_low_light", n_inputs=3, n_outputs=64) as device:

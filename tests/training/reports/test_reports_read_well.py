@@ -82,9 +82,7 @@ def test_epsilon_has_numbers_infinity_and_chance_marks(
     assert bars.has_yerr == (seeds > 1)
 
 
-def test_a_series_off_the_axis_is_a_level_or_named_and_each_noise_is_labelled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_series_off_the_axis_is_a_level_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [
         SimpleNamespace(series="pdfa", values={"device.noise.sigma": x}) for x in (0.0, 1.0, 10.0, 100.0)
     ]

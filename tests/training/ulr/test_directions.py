@@ -99,9 +99,7 @@ LAWS = [
 
 
 @pytest.mark.parametrize(("name", "layer", "ball", "matched"), LAWS)
-def test_the_mean_is_the_gradient_of_the_smoothed_loss(
-    name: str, layer: int, ball: bool, matched: bool, seed: int
-) -> None:
+def test_the_mean_is_the_true_gradient(name: str, layer: int, ball: bool, matched: bool, seed: int) -> None:
     assert deviation(name, layer, seed, ball=ball, matched=matched) < 5
 
 

@@ -210,9 +210,7 @@ def append_and_mark(log: StepLog, number: int) -> None:
 
 
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_log_takes_no_step_after_a_failed_one(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_ends_its_log(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "steps.zo"
     log = StepLog(path, HEADER, steps=0)
     for number in range(3):

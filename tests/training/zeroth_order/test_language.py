@@ -165,9 +165,7 @@ def test_directions_that_share_a_pass_have_prompts_share_rows(
     assert set(widths) == {1}
 
 
-def test_a_private_run_in_half_precision_takes_equal_outputs_in_all_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_precision_needs_equal_outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that rounds in larger batches in another way is refused; float32 takes it on trust."""
     x, y = np.ones((12, 4), dtype=np.float32), np.array([0, 1] * 6)
     right = ZoTrainer._outputs
@@ -281,9 +279,7 @@ def command(tmp_path: Path, run: str, kind: str, *, lora: bool) -> list[str]:
         for lora in (False, True)
     ],
 )
-def test_the_command_goes_on_with_a_language_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool
-) -> None:
+def test_a_command_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, lora: bool) -> None:
     """Killed and resumed from another folder with only `opusim train resume`: the same to the bit."""
     begun = command(tmp_path, "whole", kind, lora=lora)
     assert opusim(*begun, "--quiet", cwd=tmp_path).returncode == 0
@@ -312,9 +308,7 @@ def test_the_command_goes_on_with_a_language_model(
     assert read.config.data.n_classes == 2
 
 
-def test_other_base_models_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
-) -> None:
+def test_another_base_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type) -> None:
     """LoRA's factors mean nothing on other weights, which no checkpoint holds."""
     monkeypatch.chdir(tmp_path)
     options = {

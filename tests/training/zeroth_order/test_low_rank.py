@@ -149,9 +149,7 @@ def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
     (lambda: Tokens(frozen=False), True, False),
     (lambda: Tokens(frozen=True), True, True),
 ])  # fmt: skip
-def test_at_once_gives_what_one_after_another_gives(
-    make: Callable[[], nn.Module], tokens: bool, shared: bool, rank: int
-) -> None:
+def test_at_once_is_one_after_another(make: Callable, tokens: bool, shared: bool, rank: int) -> None:
     """To float error, in passes that do not hold all directions; other directions, the planted fault, are far off."""
     torch.manual_seed(0)
     model = make()
@@ -302,9 +300,7 @@ def test_a_log_of_full_directions_is_written_as_before() -> None:
     assert b"rank" not in header.to_bytes()
 
 
-def test_a_run_resumes_at_once_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
-) -> None:
+def test_a_run_resumes_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return perceptron()

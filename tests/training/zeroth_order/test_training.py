@@ -253,9 +253,7 @@ def test_noise_of_a_gaussian_device(tmp_path: Path) -> None:
     ({"protection": {"kind": "label-amplified", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
     ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
 ])  # fmt: skip
-def test_unproven_runs_are_refused(
-    tmp_path: Path, change: dict, error: type[Exception], message: str
-) -> None:
+def test_unproven_runs_are_refused(tmp_path: Path, change: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         run(tmp_path, {**PROTECTED, **change})
 

@@ -171,20 +171,20 @@ def test_a_ledger_whose_mechanism_hides_its_certificates_error_is_refused(tmp_pa
 
 
 def test_a_planted_line_that_hides_an_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opusim.accounting.ledger.require_certified", lambda *_: None)
-    with Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=DELTA) as ledger:
+    with (
+        monkeypatch.context() as planted,
+        Ledger(tmp_path / "ledger.jsonl", mode="experiment", delta=DELTA) as ledger,
+    ):
+        planted.setattr("opusim.accounting.ledger.require_certified", lambda *_: None)
         ledger.pay(0, RECORD)
-    monkeypatch.undo()
     with pytest.raises(LedgerCorrupt, match="line 2: certificate = 'a+': no line before describes it"):
         read_ledger(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"beta": 0.0}, r"beta = 0.0: must lie in \(0, 1\)"), ({"age_days": -1}, "age_days = -1")],
-)
-def test_wrong_facts_are_refused(changes: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(CERTIFICATE, **changes)
+def test_wrong_facts_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"beta = 0.0: must lie in \(0, 1\)"):
+        replace(CERTIFICATE, beta=0.0)
+    with pytest.raises(ValueError, match="age_days = -1"):
+        replace(CERTIFICATE, age_days=-1)
     with pytest.raises(ValueError, match="step = 3"):
         Alarm(step=3, since=5, found="", covered=False)

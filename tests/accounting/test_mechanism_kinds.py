@@ -13,7 +13,7 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opusim.accounting.composition import Budget, calibrate_noise, guarantees, merge
+from opusim.accounting.composition import Budget, calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency, BudgetExceeded, NoGuarantee, Release, Status, Unit
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json, mechanism_kinds
@@ -120,12 +120,6 @@ def test_every_kind_is_tested_and_none_is_inherited() -> None:
         type("Cheaper", (Gaussian,), {"guarantees": classmethod(lambda cls, mechanisms, **other: [])})
 
 
-@pytest.mark.parametrize("mechanism", ALL, ids=_name)
-def test_descriptions_survive_json(mechanism: Mechanism) -> None:
-    text = json.dumps(mechanism.to_json(), allow_nan=False)
-    assert mechanism_from_json(json.loads(text)) == mechanism
-
-
 @pytest.mark.parametrize(("changes", "message"), [
     ({"steps": True}, "steps = True: Input should be a valid integer"),
     ({"steps": "3"}, "steps = '3': Input should be a valid integer"),
@@ -142,7 +136,8 @@ def test_a_value_of_another_type_is_no_description(changes: dict[str, object], m
 
 
 @pytest.mark.parametrize("mechanism", ALL, ids=_name)
-def test_descriptions_survive_a_ledger(mechanism: Mechanism, tmp_path: Path) -> None:
+def test_descriptions_survive_json_and_a_ledger(mechanism: Mechanism, tmp_path: Path) -> None:
+    assert mechanism_from_json(json.loads(json.dumps(mechanism.to_json(), allow_nan=False))) == mechanism
     path = tmp_path / "ledger.jsonl"
     with Ledger(path, mode="experiment", delta=DELTA, enforced=True, block=3) as ledger:
         ledger.pay_once("first", mechanism)
@@ -150,14 +145,8 @@ def test_descriptions_survive_a_ledger(mechanism: Mechanism, tmp_path: Path) -> 
             ledger.pay(step, mechanism.repeated(1), until=4)
         ours = ledger.guarantees()
     content = read_ledger(path)
-    assert content.mechanisms == [mechanism.repeated(mechanism.steps + 4)]
+    assert content.mechanisms == [mechanism.repeated(mechanism.steps + 4)]  # merged
     assert content.guarantees() == ours
-
-
-@pytest.mark.parametrize("mechanism", ALL, ids=_name)
-def test_merging_keeps_the_sum_of_steps(mechanism: Mechanism) -> None:
-    (merged,) = merge([mechanism, mechanism.repeated(5)])
-    assert merged == mechanism.repeated(mechanism.steps + 5)
 
 
 @pytest.mark.parametrize("mechanism", QUICK, ids=_name)
@@ -209,10 +198,8 @@ def test_a_known_batch_is_never_amplified(mechanism: Mechanism) -> None:
 
 
 def test_enforced_assumptions_are_marked_and_the_others_are_not() -> None:
-    for mechanism in CALIBRATED:
-        trusted, checked = (
-            guarantees([mechanism], delta=DELTA, enforced=enforced)[0] for enforced in (False, True)
-        )
+    for one in CALIBRATED:
+        trusted, checked = (guarantees([one], delta=DELTA, enforced=known)[0] for known in (False, True))
         assert {assumption.holds for assumption in trusted.assumptions} == {None}
         assert {assumption.holds for assumption in checked.assumptions} == {None, True}
         assert trusted.epsilon == checked.epsilon

@@ -140,9 +140,6 @@ def answered(labels: list[int], among: list[list[bool]]) -> np.ndarray:
     return respond_among(np.array(labels), np.array(among), epsilon=1.0, generator=draw)
 
 
-# The whole look
-
-
 def pasts(epsilon: float) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
     """Log-likelihoods of records 0 and 1, and the priors of four records, for each two answers of the former."""
     x = torch.tensor([[0.0], [1.0], [0.2], [0.9]])

@@ -51,7 +51,6 @@ def test_a_control_that_fails_is_a_headline_and_exit_code_3(
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["audit", "nowhere"], "holds no run"),
     (["audit", "run", "--trials", "3"], "--trials 3: "),
     (["audit", "run", "--delta", "2"], "delta"),
     (["audit", "run", "--data", "npz:nowhere.npz"], "nowhere.npz"),

@@ -101,6 +101,7 @@ class TestArrays:
         ({"x": X.astype(np.longdouble)}, TypeError, "torch lacks.*astype"),
         ({"x": X + 1j}, TypeError, "x must be real"),
         ({"x": X[0]}, ValueError, "x must have shape (n, d) with d at least 1, got (3,)"),
+        ({"x": np.array(1.0), "y": np.array(0)}, ValueError, "x must have shape (n, d)"),
         ({"x": X[:, :0]}, ValueError, "with d at least 1, got (20, 0)"),
         ({"x": X[:0], "y": Y[:0]}, ValueError, "x is empty"),
         ({"x": np.where(X == 7, np.nan, X)}, ValueError, "1 of 20 records.*first at position 2: remove"),
@@ -181,13 +182,11 @@ class TestStandardisation:
         torch.testing.assert_close(result.mean(dim=0), torch.zeros(4), atol=1e-5, rtol=0)
         torch.testing.assert_close(result.std(dim=0, correction=0), torch.ones(4), atol=1e-5, rtol=0)
 
-    def test_a_constant_that_rounds_becomes_zero(self) -> None:
-        x = np.full((7, 1), 0.1)
-        assert Standardisation.from_data(x).apply(torch.from_numpy(x)).abs().max() < 1e-7
-
-    def test_public_constants_are_the_default(self) -> None:
+    def test_a_constant_that_rounds_becomes_zero_and_stated_constants_are_public(self) -> None:
         assert Standardisation(mean=0.1, std=2.7, source="a paper").public
         assert Standardisation.identity().public
+        x = np.full((7, 1), 0.1)
+        assert Standardisation.from_data(x).apply(torch.from_numpy(x)).abs().max() < 1e-7
 
     @pytest.mark.parametrize(("changes", "message"), [
         ({"std": 0.0}, "std must be above 0 everywhere"),
@@ -205,36 +204,23 @@ class TestStandardisation:
             Standardisation.from_data(x)
 
 
-class TestSplit:
-    def test_refuses_other_types_and_lengths(self) -> None:
-        x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
-        with pytest.raises(ValueError, match="x must be float32"):
-            Split(x.double(), y)
-        with pytest.raises(ValueError, match=r"y must be int64 of shape \(4,\)"):
-            Split(x, y[:3])
+def test_a_split_refuses_other_types_and_lengths() -> None:
+    x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="x must be float32"):
+        Split(x.double(), y)
+    with pytest.raises(ValueError, match=r"y must be int64 of shape \(4,\)"):
+        Split(x, y[:3])
 
 
-class TestDigits:
-    def test_sizes_and_range(self) -> None:
-        data = load_dataset("digits", split_seed=0, standardise=False)
-        assert data.test is not None
-        assert (len(data.train), len(data.validation), len(data.test)) == (1294, 144, 359)
-        x = torch.cat([data.train.x, data.validation.x, data.test.x])
-        assert (float(x.min()), float(x.max())) == (0, 1)
-
-    def test_the_test_split_never_moves(self) -> None:
-        one, other = (load_dataset("digits", split_seed=seed).test for seed in (0, 1))
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one.x, other.x)
-
-    def test_the_stated_constants_fit_all_published_records(self) -> None:
-        data = load_dataset("digits", split_seed=0)
-        assert data.test is not None
-        x = torch.cat([data.train.x, data.validation.x, data.test.x])
-        assert abs(float(x.mean())) < 5e-4
-        assert abs(float(x.std()) - 1) < 5e-4
-        assert data.standardisation.public
+def test_digits_have_a_range_a_fixed_test_split_and_public_constants() -> None:
+    raw = load_dataset("digits", split_seed=0, standardise=False)
+    data, other = (load_dataset("digits", split_seed=seed) for seed in (0, 1))
+    assert (len(raw.train), len(raw.validation), len(raw.test)) == (1294, 144, 359)
+    x, scaled = (torch.cat([each.train.x, each.validation.x, each.test.x]) for each in (raw, data))
+    assert (float(x.min()), float(x.max())) == (0, 1)
+    assert torch.equal(data.test.x, other.test.x)
+    assert max(abs(float(scaled.mean())), abs(float(scaled.std()) - 1)) < 5e-4
+    assert data.standardisation.public
 
 
 @pytest.mark.parametrize(("name", "hint"), [
@@ -275,9 +261,6 @@ class TestCodes:
     def test_a_stated_number_of_classes_leaves_classes_without_a_record(self) -> None:
         x, y = np.eye(12, 3), np.arange(12) % 2 * 3
         assert from_arrays(x, y, n_classes=6, validation_fraction=0.0, split_seed=0).n_classes == 6
-
-
-# Masked, sparse and nested arrays
 
 
 x = np.random.default_rng(1).integers(0, 2, size=(20, 5)).astype(np.float32)

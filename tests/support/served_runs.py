@@ -72,11 +72,7 @@ def description_file(folder: Path) -> Path:
 
 
 class Notes:
-    """What happened, a line of JSON each, from several processes.
-
-    Args:
-        folder: Of the play.
-    """
+    """What happened, a line of JSON each, from several processes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "notes.jsonl"
@@ -237,17 +233,7 @@ def attacks(dealer: Any) -> Iterator[tuple[str, str]]:
 
 
 class Play:
-    """The processes of a play.
-
-    Args:
-        lab: Keys and folder.
-        notes: Of what happens.
-        port: Of the server.
-
-    Attributes:
-        address: Of the server.
-        children: Processes by name.
-    """
+    """The processes of a play, and the address of their server."""
 
     def __init__(self, lab: Laboratory, notes: Notes, port: int) -> None:
         self.lab, self._port, self.notes = lab, port, notes
@@ -303,12 +289,7 @@ class Play:
 
 
 class Faults:
-    """Faults of the server and of clients, at moments that a seed draws.
-
-    Args:
-        play: Whose processes they meet.
-        alice, victim: Start these processes again.
-    """
+    """Faults of the server and of clients, at moments that a seed draws; `alice` and `victim` start these again."""
 
     def __init__(self, play: Play, alice: Callable[[], object], victim: Callable[[], object]) -> None:
         self._play, self._alice, self._victim = play, alice, victim

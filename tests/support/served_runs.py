@@ -91,9 +91,6 @@ class Notes:
         return [json.loads(line) for line in self._path.read_text().splitlines()]
 
 
-# Runs
-
-
 def configuration(device: object, seed: int) -> dict[str, Any]:
     return {
         "seed": seed, "epochs": EPOCHS, "threads": 1, "model": {"hidden": [32]},
@@ -176,9 +173,6 @@ def serve(lab: Laboratory, port: int) -> None:
     limits = Limits(silence_s=6.0, request_mib=REQUEST_MIB)
     bind = f"tcp://127.0.0.1:{port}"
     Server(instrument, Users(lab.keys), bind=bind, journal=Journal(lab.journal), limits=limits).run(stop)
-
-
-# Faults
 
 
 def be_a_victim(address: str, first: torch.Tensor, notes: Notes) -> None:

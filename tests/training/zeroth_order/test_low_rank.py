@@ -112,9 +112,6 @@ def stacked(sides: TwoSides, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack(pair) for pair in sides.pairs(SEEDS, model, (x,))])
 
 
-# The law
-
-
 def test_entries_are_uncorrelated_of_variance_one_and_kurtosis_3_plus_6_over_r() -> None:
     """Within five standard errors of means over matrices; the kurtosis of full directions, 3, is the planted fault."""
     directions = [Direction(seed) for seed in range(1000)]
@@ -138,9 +135,6 @@ def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
     assert trainer.sides.at_once
     x, y = torch.randn(1, 6, generator=torch.Generator().manual_seed(seed)), torch.tensor([1])
     require_mean_move(trainer, network, x, y, steps=100)
-
-
-# Both sides of many directions in one pass
 
 
 @pytest.mark.parametrize("rank", [1, 3])
@@ -228,9 +222,6 @@ def test_a_function_that_only_some_records_reach_ends_the_step_and_moves_nothing
     with pytest.raises(Uncovered, match="makes another tensor of a trained one"):
         stacked(sides, model, 1000 * x)
     assert torch.equal(model.weight, before)
-
-
-# Moves
 
 
 def test_moves_are_exact_in_any_order_of_the_directions() -> None:
@@ -323,9 +314,6 @@ def test_a_run_resumes_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert replay(tmp_path / "run").digest == replay(tmp_path / "whole").digest
 
 
-# What the guarantee assumes
-
-
 def test_directions_follow_from_the_root_and_the_step_whatever_the_records_are(tmp_path: Path) -> None:
     """Losses that are NaN among them: no seed is drawn again, and each step has one set of directions."""
     bad, _ = records()
@@ -361,9 +349,6 @@ def test_one_record_moves_a_steps_sums_by_at_most_the_joint_clip_at_once() -> No
         moves = [float((sums[joint, bad] - sums[joint, None]).norm()) for bad in (1e30, -3.0)]
         assert (max(moves) <= 0.05 * (1 + 1e-6)) is holds
     assert float((sums[True, math.nan] - sums[True, None]).norm()) <= 0.05
-
-
-# The optimizer
 
 
 def losses_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

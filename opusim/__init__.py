@@ -93,11 +93,9 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name or a subject when it is first used (PEP 562), and keep it.
-
-    Raises:
-        AttributeError: There is no such name; the message says what a former name is called now.
-    """
+    """Import a public name or a subject when it is first used (PEP 562), and keep it; tell new names of former ones."""
+    if name == "__version__":
+        return import_module("importlib.metadata").version("opusim")
     if name in _SUBJECTS:
         value: Any = import_module(f"opusim.{name}")
     elif name in _HOMES:

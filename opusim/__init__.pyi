@@ -48,3 +48,5 @@ from opusim.training.engine.callbacks import Callback as Callback
 from opusim.training.feedback.points import FeedbackAlignment as FeedbackAlignment
 from opusim.training.private_loop.session import PrivateTraining as PrivateTraining
 from opusim.training.private_loop.start import make_private as make_private
+
+__version__: str

@@ -8,7 +8,8 @@
 
 Each checker takes any number of parameters and returns nothing. A message reads ``name = value: rule;
 remedy``; give the remedy with `remedy` if the rule does not say what to do. Numbers, numpy arrays
-and CPU tensors pass through `numpy.asarray`; booleans are not numbers here.
+and CPU tensors pass through `numpy.asarray`; booleans are not numbers here. Something else than real numbers raises
+TypeError, a number out of range ValueError.
 
 `require` checks a tensor's value. Reading a value from a card waits until the card has computed it; a loop that must
 not wait at each step collects such checks (`LateChecks`) and reads them together.
@@ -36,12 +37,7 @@ _PLAIN = (float, int)
 
 
 def positive(*, remedy: str = "", **values: Any) -> None:
-    """Every value is a finite number above 0 (arrays: every element).
-
-    Raises:
-        TypeError: a value is not a real number or array of them.
-        ValueError: a value is 0, negative, infinite or NaN.
-    """
+    """Every value is a finite number above 0 (arrays: every element)."""
     for name, value in values.items():
         if type(value) in _PLAIN and 0 < value < math.inf:
             continue
@@ -51,12 +47,7 @@ def positive(*, remedy: str = "", **values: Any) -> None:
 
 
 def non_negative(*, remedy: str = "", **values: Any) -> None:
-    """Every value is a finite number of at least 0 (arrays: every element).
-
-    Raises:
-        TypeError: a value is not a real number or array of them.
-        ValueError: a value is negative, infinite or NaN.
-    """
+    """Every value is a finite number of at least 0 (arrays: every element)."""
     for name, value in values.items():
         if type(value) in _PLAIN and 0 <= value < math.inf:
             continue
@@ -66,12 +57,7 @@ def non_negative(*, remedy: str = "", **values: Any) -> None:
 
 
 def finite(*, remedy: str = "", **values: Any) -> None:
-    """Every value is a finite real number (arrays: every element).
-
-    Raises:
-        TypeError: a value is not a real number or array of them.
-        ValueError: a value is infinite or NaN.
-    """
+    """Every value is a finite real number (arrays: every element)."""
     for name, value in values.items():
         if type(value) in _PLAIN and -math.inf < value < math.inf:
             continue
@@ -80,12 +66,7 @@ def finite(*, remedy: str = "", **values: Any) -> None:
 
 
 def in_range(low: float, high: float, *, remedy: str = "", **values: Any) -> None:
-    """Every value lies in the closed interval [low, high]; an end may be infinite.
-
-    Raises:
-        TypeError: a value is not a real number or array of them.
-        ValueError: a value lies outside, or is NaN.
-    """
+    """Every value lies in the closed interval [low, high] and is not NaN; an end may be infinite."""
     for name, value in values.items():
         if type(value) in _PLAIN and low <= value <= high:
             continue
@@ -95,12 +76,7 @@ def in_range(low: float, high: float, *, remedy: str = "", **values: Any) -> Non
 
 
 def in_unit_interval(*, closed: Literal["left", "right", "both", "neither"] = "both", **values: Any) -> None:
-    """Every value lies between 0 and 1 (arrays: every element); `closed` names the ends that are allowed.
-
-    Raises:
-        TypeError: a value is not a real number or array of them.
-        ValueError: a value lies outside, or is NaN.
-    """
+    """Every value lies between 0 and 1 (arrays: every element); `closed` names the ends that are allowed."""
     left, right = closed in ("left", "both"), closed in ("right", "both")
     for name, value in values.items():
         if type(value) in _PLAIN and (0 < value < 1 or (value == 0 and left) or (value == 1 and right)):
@@ -115,12 +91,7 @@ def in_unit_interval(*, closed: Literal["left", "right", "both", "neither"] = "b
 def integer(
     *, minimum: int | None = None, maximum: int | None = None, remedy: str = "", **values: Any
 ) -> None:
-    """Every value is an integer in [minimum, maximum]; numpy integers too, booleans never.
-
-    Raises:
-        TypeError: a value is not an integer.
-        ValueError: a value lies outside.
-    """
+    """Every value is an integer in [minimum, maximum]; numpy integers too, booleans never."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
             raise TypeError(_message(name, value, f"must be an integer, not {type(value).__name__}", remedy))
@@ -133,11 +104,7 @@ def integer(
 
 
 def choice(allowed: Collection[Any], *, remedy: str = "", **values: Any) -> None:
-    """Every value is one of the allowed ones.
-
-    Raises:
-        ValueError: a value is none of them.
-    """
+    """Every value is one of the allowed ones; ValueError otherwise."""
     for name, value in values.items():
         if value not in allowed:
             listed = ", ".join(repr(item) for item in allowed)
@@ -145,11 +112,7 @@ def choice(allowed: Collection[Any], *, remedy: str = "", **values: Any) -> None
 
 
 def instance(kind: type | tuple[type, ...], /, *, remedy: str = "", **values: Any) -> None:
-    """Every value is an instance of the given type, or of one of the given types.
-
-    Raises:
-        TypeError: a value is not.
-    """
+    """Every value is an instance of the given type, or of one of the given types; TypeError otherwise."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     expected = " or ".join(item.__name__ for item in kinds)
     for name, value in values.items():
@@ -159,11 +122,7 @@ def instance(kind: type | tuple[type, ...], /, *, remedy: str = "", **values: An
 
 
 def shape(expected: tuple[int | None, ...], *, remedy: str = "", **arrays: Any) -> None:
-    """Every array has the expected shape; None stands for any length.
-
-    Raises:
-        ValueError: an array has another number of axes or another length.
-    """
+    """Every array has the expected shape; None stands for any length."""
     for name, array in arrays.items():
         actual = tuple(array.shape)
         same = len(actual) == len(expected)
@@ -174,14 +133,7 @@ def shape(expected: tuple[int | None, ...], *, remedy: str = "", **arrays: Any) 
 
 
 def complete(**arrays: Any) -> None:
-    """Every array has a number at each place: none is masked, sparse or nested.
-
-    numpy and torch would otherwise compute with the values behind a mask.
-
-    Raises:
-        TypeError: a tensor is sparse, nested or masked.
-        ValueError: a numpy array has masked values.
-    """
+    """Every array has a number at each place; numpy and torch would compute with those behind a mask, or in a gap."""
     for name, array in arrays.items():
         if isinstance(array, np.ma.MaskedArray):
             masked = int(np.count_nonzero(np.ma.getmaskarray(array)))
@@ -229,12 +181,7 @@ class LateChecks:
         self._kept.append((value, refusal))
 
     def read(self) -> None:
-        """Read all values that were kept since the last call, in one copy.
-
-        Raises:
-            Exception: The error of the first refused value, in the order of the checks; every later call raises it
-                again.
-        """
+        """Read all values kept since the last call in one copy; now and later raise the first refused one's error."""
         if self.failed is not None:
             raise self.failed
         kept, self._kept = self._kept, []
@@ -258,14 +205,11 @@ def are_late() -> bool:
 
 
 def require(value: torch.Tensor, refusal: Refusal) -> None:
-    """Refuse a tensor's value: at once, or later if it is on a card and a `LateChecks` is collecting.
+    """Raise what `refusal` returns, at once, or later if the value is on a card and a `LateChecks` is collecting.
 
     Args:
         value: Scalar tensor: a truth value, or a real number that must be finite.
-        refusal: Returns the error. It is called at most once, perhaps much later, so it should hold no large tensors.
-
-    Raises:
-        Exception: What `refusal` returns.
+        refusal: Is called at most once, perhaps much later, so it should hold no large tensors.
     """
     late = _late.get()
     if late is not None and value.device.type != "cpu":

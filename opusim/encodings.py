@@ -119,12 +119,7 @@ def split_frames(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_ternary(x: torch.Tensor) -> None:
-    """Refuse a real tensor with an entry other than -1, 0 and 1, the numbers with x = sign x.
-
-    Raises:
-        ValueError: there is such an entry, or NaN. The message names the first one and the encoder to use; a check that
-            is read later on a card (`checks.require`) names no entry.
-    """
+    """Refuse entries other than -1, 0 and 1; the message names the first (unless read late) and the encoder to use."""
     if x.dtype == torch.bool:
         return
     if x.device.type != "cpu" and checks.are_late():

@@ -25,9 +25,7 @@ class ConfigError(OpusimError, ValueError):
     def __init__(self, file: str, key: str, reason: str) -> None:
         key, reason = _cut(key), _cut(reason)
         super().__init__(f"{file}: {key}: {reason}")
-        self.file = file
-        self.key = key
-        self.reason = reason
+        self.file, self.key, self.reason = file, key, reason
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str, str]]:
         """Pickle by the three parts, so that the error crosses process borders."""

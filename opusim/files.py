@@ -47,19 +47,10 @@ def is_private(folder: Path) -> bool:
 
 
 def make_folder(path: Path, *, exclusive: bool = False) -> bool:
-    """Make a folder and its missing parents; inside a private folder they are private.
+    """Make a folder and its missing parents, private inside a private folder; return whether this call made it.
 
-    The folder that holds each new one is synced, so that a power cut keeps them.
-
-    Args:
-        path: The folder.
-        exclusive: Whether it must be new.
-
-    Returns:
-        Whether this call made it.
-
-    Raises:
-        FileExistsError: It is there and must be new, or a file is in its place.
+    The folder that holds each new one is synced, so that a power cut keeps them. FileExistsError if the folder is there
+    and must be new (`exclusive`), or a file is in its place.
     """
     if path.is_dir() and not exclusive:
         return False
@@ -77,11 +68,7 @@ def make_folder(path: Path, *, exclusive: bool = False) -> bool:
 
 @contextmanager
 def output_folder(path: Path) -> Iterator[None]:
-    """Make a folder before long work, and remove what was made if the work fails and the folder is empty.
-
-    Raises:
-        ConfigError: It cannot be made or written to.
-    """
+    """Make a folder before long work, and remove what was made if the work fails and the folder is empty."""
     require_writable_folder(path)
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
@@ -100,14 +87,7 @@ def output_folder(path: Path) -> Iterator[None]:
 
 
 def require_writable_folder(path: Path) -> None:
-    """Refuse, before long work, a folder that could not be written to afterwards; creates nothing.
-
-    Args:
-        path: The folder, which need not exist.
-
-    Raises:
-        ConfigError: It cannot be made or written to, or its name is not UTF-8.
-    """
+    """Refuse (ConfigError), before long work, a folder that could not be made or written to; creates nothing."""
     require_utf8(path, "--out")
     problem = folder_problem(path)
     if problem is not None:
@@ -128,11 +108,7 @@ def folder_problem(path: Path) -> str | None:
 
 
 def require_utf8(path: Path, option: str) -> None:
-    """Refuse a path that is not UTF-8, which the files of a run and several libraries cannot name.
-
-    Raises:
-        ConfigError: It is not UTF-8.
-    """
+    """Refuse (ConfigError) a path that is not UTF-8, which the files of a run and several libraries cannot name."""
     try:
         os.fsencode(path).decode()
     except UnicodeDecodeError as error:
@@ -141,17 +117,7 @@ def require_utf8(path: Path, option: str) -> None:
 
 
 def require_writable(path: Path, option: str, suffixes: Sequence[str] = ()) -> None:
-    """Refuse, before long work, a file that could not be written afterwards.
-
-    Args:
-        path: The file.
-        option: The option that names it, such as "--figure".
-        suffixes: How its name may end; empty for any ending.
-
-    Raises:
-        ConfigError: Its folder is missing or read-only, a folder is in its place, or its name is not UTF-8 or ends
-            otherwise.
-    """
+    """Refuse (ConfigError), before long work, a file that cannot be written or whose name ends in no suffix."""
     require_utf8(path, option)
     if suffixes and path.suffix.lower() not in suffixes:
         raise ConfigError(option, str(path), f"must end in {' or '.join(suffixes)}")
@@ -170,11 +136,7 @@ def quoted(path: str | Path) -> str:
 
 
 def make_private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter; close an existing one to others.
-
-    Raises:
-        OSError: It cannot be made, or belongs to another user.
-    """
+    """Make a folder that only its owner may enter; close an existing one to others (OSError: another user's)."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -186,15 +148,8 @@ def make_private_folder(path: Path) -> None:
 def write_file(path: Path, content: bytes | memoryview, *, private: bool = False) -> None:
     """Replace a file's content at once: write a temporary file, sync it, rename it, sync the folder.
 
-    A kill at any moment leaves either the old content or the new one under `path`.
-
-    Args:
-        path: The file.
-        content: Its new content.
-        private: Whether only its owner may read it, in whatever folder; a folder that this call makes is private, too.
-
-    Raises:
-        OSError: The disk is full or not writable; `path` keeps its old content.
+    A kill or an error (OSError: full disk, ...) at any moment leaves either the old content or the new one. A `private`
+    file may be read by its owner only, in whatever folder; a folder that this call makes is private, too.
     """
     if private and not path.parent.is_dir():
         make_private_folder(path.parent)
@@ -231,19 +186,7 @@ def sync_folder(path: Path) -> None:
 
 
 def open_to_write(path: Path, flags: int, *, private: bool = False) -> int:
-    """Open a regular file for writing, created with the mode that its folder calls for.
-
-    Args:
-        path: The file; the folder is there. A symbolic link is refused.
-        flags: Of `os.open`; O_CREAT and O_TRUNC as needed.
-        private: Whether only its owner may read it, even if others may enter the folder.
-
-    Returns:
-        The descriptor.
-
-    Raises:
-        OSError: It cannot be opened, or is no regular file.
-    """
+    """Return the descriptor of a regular file, no link, opened with `flags` and the mode that its folder calls for."""
     private = private or is_private(path.parent)
     mode = 0o600 if private else 0o644
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
@@ -281,14 +224,7 @@ class OwnProcess:
         return self._maker == (os.getpid(), _forks[0])
 
     def require(self, what: object) -> None:
-        """Refuse the work of a forked process.
-
-        Args:
-            what: the object, whose text begins the message, such as "the private loop".
-
-        Raises:
-            RuntimeError: the running process was forked from the one that made the object.
-        """
+        """Refuse (RuntimeError) the work of a forked process; `what`'s text begins the message: "the private loop"."""
         if self._maker != (os.getpid(), _forks[0]):
             raise RuntimeError(
                 f"{what} belongs to process {self._maker[0]}, and process {os.getpid()} was forked from it; both would "
@@ -312,17 +248,10 @@ os.register_at_fork(after_in_child=_count_fork)
 
 
 class AppendedFile:
-    """A regular file that one process appends to; after a failed write it refuses every other.
+    """A regular file, made if it is missing, that one process appends to; after a failed write it refuses every other.
 
-    Only reopening the file shows what a failed write left on the disk. Content after the stated end, left by a kill or
-    Ctrl-C, is removed before the next write.
-
-    Args:
-        path: The file, created if it is missing; a symbolic link is refused.
-        end: Bytes that are kept; None for all.
-
-    Raises:
-        OSError: It cannot be opened or cut.
+    Only reopening the file shows what a failed write left on the disk. Content after the stated end (None: the file's),
+    left by a kill or Ctrl-C, is removed before the next write. A symbolic link is refused.
     """
 
     def __init__(self, path: Path, *, end: int | None = None) -> None:
@@ -337,17 +266,7 @@ class AppendedFile:
                 raise
 
     def append(self, content: bytes, *, end: int, sync: bool = True) -> None:
-        """Write after the bytes that are kept.
-
-        Args:
-            content: What to write.
-            end: Number of bytes that are kept.
-            sync: Whether the content survives a power cut when this returns.
-
-        Raises:
-            OSError: It cannot be written, or an earlier write failed. The bytes before are kept.
-            RuntimeError: This process was forked from the one that opened the file.
-        """
+        """Write after the first `end` bytes, which are kept whatever fails; synced content survives a power cut."""
         with self.refusing_after_errors():
             try:
                 self._cut(end)
@@ -366,12 +285,7 @@ class AppendedFile:
 
     @contextmanager
     def refusing_after_errors(self) -> Iterator[None]:
-        """Refuse the block if an earlier write failed, and every later block if this one raises OSError.
-
-        Raises:
-            OSError: As in the block, with the file and a remedy; or an earlier write failed.
-            RuntimeError: This process was forked from the one that opened the file.
-        """
+        """Refuse the block (OSError) if an earlier write failed, and every later block if this one raises OSError."""
         self._process.require(self.path)
         if self._failed:
             reason = f"takes nothing more in this process, since a write failed ({self._failed}); resume in a new one"
@@ -408,17 +322,9 @@ class AppendedFile:
 
 
 def append_whole_line(path: Path, line: bytes) -> None:
-    """Append a line and sync it; several processes may do so.
+    """Append a line, or nothing if it is empty, and sync it; several processes may do so.
 
-    A last line without its newline, which a kill or a full disk cut, is removed first, so that lines never run
-    together.
-
-    Args:
-        path: The file; its folder is there.
-        line: The line with its newline; empty to remove a cut line and write nothing.
-
-    Raises:
-        OSError: The disk is full or not writable; earlier lines are kept.
+    A last line without its newline, which a kill or a full disk cut, is removed first, so lines never run together.
     """
     is_new = not path.exists()
     file = AppendedFile(path)
@@ -432,16 +338,7 @@ def append_whole_line(path: Path, line: bytes) -> None:
 
 
 def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT, start: int = 0) -> bytes:
-    """Read a regular file from byte `start` to its end.
-
-    Args:
-        path: The file, or a symbolic link to it.
-        at_most: Largest number of bytes to read.
-        start: The first byte.
-
-    Raises:
-        OSError: It cannot be read, is no regular file (such as a named pipe), or is longer.
-    """
+    """Return a regular file's bytes from `start` to its end; OSError if there are more, or it is a named pipe."""
     descriptor = open_to_read(path)
     with os.fdopen(descriptor, "rb") as file:
         file.seek(start)
@@ -455,29 +352,18 @@ def read_bytes(path: str | Path, *, at_most: int = TEXT_LIMIT, start: int = 0) -
 
 
 def read_head(path: str | Path, size: int) -> bytes:
-    """Return the first bytes of a regular file; all of a shorter one.
-
-    Raises:
-        OSError: It cannot be read, or is no regular file.
-    """
+    """Return the first bytes of a regular file; all of a shorter one."""
     with os.fdopen(open_to_read(path), "rb") as file:
         return file.read(size)
 
 
 def most_unpacked(length: int) -> int:
-    """Return how many bytes an .npz file of `length` bytes may take in memory: 1 GiB, or 100 times its length.
-
-    Measured data compress by 2 to 20.
-    """
+    """Return how many bytes an .npz file of `length` bytes may take in memory; measured data compress by 2 to 20."""
     return max(2**30, 100 * length)
 
 
 def open_to_read(path: str | Path) -> int:
-    """Return a descriptor of a regular file; opening a named pipe does not block, but fails.
-
-    Raises:
-        OSError: It cannot be opened, or is no regular file.
-    """
+    """Return a descriptor of a regular file; opening a named pipe does not block, but fails."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a path with a NUL character, such as a file may name
@@ -491,30 +377,17 @@ def open_to_read(path: str | Path) -> int:
 
 
 def require_regular(path: str | Path) -> None:
-    """Refuse a path that a library should not open, such as a named pipe.
-
-    Raises:
-        OSError: The path names no regular file, or none that can be read.
-    """
+    """Refuse (OSError) a path that a library should not open, such as a named pipe."""
     os.close(open_to_read(path))
 
 
 def read_text(path: str | Path, *, at_most: int = TEXT_LIMIT) -> str:
-    """Read a UTF-8 file; see `read_bytes`.
-
-    Raises:
-        UnicodeDecodeError: It is not UTF-8.
-    """
+    """Read a UTF-8 file; see `read_bytes`."""
     return read_bytes(path, at_most=at_most).decode("utf-8")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        json.JSONDecodeError: It is no JSON, is nested more than `DEPTH_LIMIT` deep, has more than `CONTAINER_LIMIT`
-            tables and lists, or holds a whole number of `INTEGER_LIMIT` or more in magnitude, or a lone surrogate.
-    """
+    """Parse JSON; JSONDecodeError also beyond `DEPTH_LIMIT`, `CONTAINER_LIMIT`, `INTEGER_LIMIT`, at lone surrogates."""
     try:
         decoded = text if isinstance(text, str) else text.decode(json.detect_encoding(text))
         containers = decoded.count("{") + decoded.count("[")
@@ -539,12 +412,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML.
-
-    Raises:
-        tomllib.TOMLDecodeError: It is no TOML, is nested more than `DEPTH_LIMIT` deep, has keys of more than
-            `KEY_LIMIT` parts in all, or holds a whole number of `INTEGER_LIMIT` or more in magnitude.
-    """
+    """Parse TOML; TOMLDecodeError also beyond `DEPTH_LIMIT`, `KEY_LIMIT` (parts of keys) and `INTEGER_LIMIT`."""
     parts = 0  # an upper bound on the parts of all keys; in a line with quotes every dot counts
     for line in text.split("\n"):
         if '"' in line or "'" in line:

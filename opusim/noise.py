@@ -351,12 +351,9 @@ class LightPower:
         return np.asarray(np.exp(s * np.asarray(g, dtype=np.float64) - 0.5 * s * s))
 
     def limit(self, beta: float) -> float:
-        """Return a w_max >= 1 with P(W > w_max) <= beta; infinite at beta = 0 if W fluctuates.
+        """Return a w_max >= 1 with P(W > w_max) <= beta, in [0, 1); infinite at beta = 0 if W fluctuates.
 
         It also holds for every smaller rms: exp(s g - s^2 / 2) is largest at s = g, not at the largest s.
-
-        Args:
-            beta: in [0, 1).
         """
         _check_beta(beta)
         if self.rms == 0:
@@ -577,12 +574,7 @@ class ConverterLatticeNoise(NoiseModel):
 
 
 def rounded_variance(mean: float, std: float) -> float:
-    """Variance of round(mean + std * N(0, 1)), by the sum over integers; s^2 + 1/12 to 30 digits for s above 2.
-
-    Args:
-        mean: any number.
-        std: at least 0.
-    """
+    """Variance of round(mean + std * N(0, 1)), by the sum over integers; s^2 + 1/12 to 30 digits for s above 2."""
     if std > 2.0:
         return std**2 + 1 / 12
     centre = round(mean)

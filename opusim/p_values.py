@@ -22,12 +22,7 @@ def normal_p_value(z: float) -> float:
 
 
 def cosine_p_value(cosine: np.ndarray | float, dimensions: np.ndarray | float) -> np.ndarray:
-    """P(|cosine| of two independent directions >= |r|); see the module.
-
-    Args:
-        cosine: r, any shape.
-        dimensions: d, any shape that broadcasts with it; in one dimension every cosine is 1 or -1.
-    """
+    """P(|cosine| of two independent directions in d dimensions >= |r|); in one dimension it is 1 or -1."""
     half = np.maximum((np.asarray(dimensions) - 1) / 2, 1e-9)
     return np.asarray(betainc(half, 0.5, 1 - np.minimum(np.square(cosine), 1.0)))
 
@@ -93,10 +88,7 @@ def decide(
 ) -> tuple[PropertyTest, ...]:
     """Test each property by Bonferroni: its smallest p-value times its statistics, at level alarm / properties.
 
-    Args:
-        properties: for each property the p-value of each statistic, in [0, 1].
-        alarm: probability that any property is rejected although all hold, in (0, 1).
-        not_needed: properties that the certified law does without.
+    `alarm` is the probability that any property is rejected although all hold; the law does without some of them.
     """
     level, found = alarm / max(len(properties), 1), []
     for text, p_values in properties.items():

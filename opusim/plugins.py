@@ -34,11 +34,7 @@ class PluginError(OpusimError, ValueError):
 class Deferred:
     """A module that is imported when a name in it is first used, by whichever thread comes first.
 
-    Importing numba and scipy's functions takes as long as a short command; a command that only reads a run needs
-    neither.
-
-    Args:
-        name: Full name of the module.
+    Importing numba and scipy's functions takes as long as a short command; one that only reads a run needs neither.
     """
 
     def __init__(self, name: str) -> None:
@@ -91,15 +87,9 @@ def is_ours(group: str, name: str) -> bool:
 
 
 def load(group: str, name: str, *, accept: Callable[[Any], str | None] = lambda found: None) -> Any:
-    """Import what a name stands for.
+    """Import what a name of `names` stands for in an entry-point group, such as "opusim.trainers".
 
-    Args:
-        group: The entry-point group, such as "opusim.trainers".
-        name: One of `names`.
-        accept: Returns what is wrong with the object, such as "is no TrainerSection", or None.
-
-    Raises:
-        PluginError: No package or several packages bring the name, its import fails, or `accept` objects.
+    PluginError if no package or several bring it, its import fails, or `accept` says what is wrong with the object.
     """
     found = _installed(group).get(name, ())
     if not found:

@@ -110,13 +110,7 @@ class Progress:
             self._write(f"done after {duration(self._clock() - self._started)}")
 
     def start(self, total: int, *, done: int = 0, at_once: bool = False) -> None:
-        """Begin to count.
-
-        Args:
-            total: Units of the whole work.
-            done: Units that were done before.
-            at_once: Whether a line comes before the first unit, as each may take minutes.
-        """
+        """Begin to count to `total` from `done`; `at_once`: show a line before the first unit, which may be slow."""
         self._total, self._first, self._done = total, done, done
         self._left_s, self._started, self._set_up = None, self._clock(), None
         if self._bar is not None:
@@ -127,14 +121,7 @@ class Progress:
     def advance(
         self, more: int = 1, *, done: int | None = None, left_s: float | None = None, news: str = ""
     ) -> None:
-        """Count one more unit, or several, or set how many are done in all.
-
-        Args:
-            more: Units done since the last call.
-            done: Units done in all, or None to count `more`.
-            left_s: What the rest will take, or None to extrapolate the pace so far.
-            news: A few words for the line.
-        """
+        """Count more units, or set how many are done; `left_s` is the time left (None: by the pace), `news` words."""
         if not self.is_shown:
             return
         self._done = self._done + more if done is None else done
@@ -163,12 +150,7 @@ class Progress:
             self._line(self._left_s, news, is_set_up=is_set_up)
 
     def follow(self, total: int, count: Callable[[], int]) -> None:
-        """Count by looking twice a second, for work that does not report its progress.
-
-        Args:
-            total: Units of the whole work, about.
-            count: Units done so far; called from a thread.
-        """
+        """Count to about `total` by looking twice a second, from a thread, for work that does not report progress."""
         self.start(total)
         if not self.is_shown:
             return
@@ -200,11 +182,7 @@ class Progress:
 
 
 class _NotebookBar:
-    """A bar below a notebook's cell, without a widget, so that every front end shows it; removed at the end.
-
-    Args:
-        display: The module `IPython.display`.
-    """
+    """A bar below a notebook's cell, without a widget, so that every front end shows it; removed at the end."""
 
     def __init__(self, display: Any) -> None:
         self._html = display.HTML

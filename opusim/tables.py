@@ -44,13 +44,7 @@ def output_width() -> int:
 
 
 def wrapped(text: str, *, indent: str = "", widest: int = _WIDEST_TEXT) -> str:
-    """Return a paragraph as wide as the output.
-
-    Args:
-        text: One paragraph.
-        indent: What stands before each line but the first.
-        widest: Columns that it takes at most.
-    """
+    """Return a paragraph as wide as the output, at most `widest`, with `indent` before each line but the first."""
     return fill(
         text,
         width=min(output_width(), widest),
@@ -61,13 +55,7 @@ def wrapped(text: str, *, indent: str = "", widest: int = _WIDEST_TEXT) -> str:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of text; brackets in it are no markup.
-
-    Args:
-        title: Above the table; empty for none.
-        columns: Names of the columns.
-        rows: Cells, as many as columns in each row.
-    """
+    """Print a table of text, under a title unless that is empty; brackets in it are no markup."""
     table = _table(title, columns, rows)
     print(table) if isinstance(table, str) else Console(width=output_width()).print(table)
 
@@ -99,12 +87,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def column_widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """Widths that hold the longest word of each column, the rest shared by need; None if the page is too narrow.
-
-    Args:
-        cells: The header and all rows.
-        width: Of the page; each column takes 3 more for its frame, the table 1.
-    """
+    """Widths that hold the longest word of each column, the rest shared by need; None if the page is too narrow."""
     columns = list(zip(*cells, strict=True))
     widths = [max((len(word) for cell in column for word in cell.split()), default=1) for column in columns]
     wanted = [max(len(cell) for cell in column) for column in columns]
@@ -132,79 +115,29 @@ def as_records(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 _UNITS = {
-    "us": "µs",
-    "pm": "pm",
-    "rad": "rad",
-    "pixels": "pixels",
-    "w": "W",
-    "mib": "MiB",
-    "c": "°C",
-    "k": "K",
-    "e_per_s": "e⁻/s",
-    "variance_per_e": "projection units²/e⁻",
-    "sigma": "projection units",
-    "sigma_0": "projection units",
-    "per_s": "1/s",
-    "e": "e⁻",
-    "e_low": "e⁻",
-    "e_high": "e⁻",
-    "std": "projection units",
-    "dn": "DN",
-    "gain_dn_per_e": "DN/e⁻",
-    "bits": "bits",
-    "adc_bound": "units of w x",
-    "ohm": "Ω",
-    "hz": "Hz",
-    "ghz": "GHz",
-    "ghz_per_k": "GHz/K",
-    "db": "dB",
-    "a_per_w": "A/W",
-    "heater_crosstalk": "of the neighbour's shift",
-    "tuning_std": "of a weight of 1",
-    "prnu": "of the response",
-    "light_noise": "of the light",
-    "linearity_error": "of the response",
-    "s": "s",
-    "temperatures_c": "°C",
-    "quantum_efficiency": "e⁻/photon",
-    "anchor_flux_per_s": "photons/s",
-    "bias_flux_per_s": "photons/s",
-    "ambient_flux_per_s": "photons/s",
-    "rms": "of the power",
-    "drift_rms": "of the power",
-    "contrast": "of intensities",
-    "stuck_on": "of the mirrors",
-    "stuck_off": "of the mirrors",
-    "hot_share": "of the pixels",
-    "dead_share": "of the pixels",
-    "hot_factor": "of the dark current",
-    "dcnu": "of the dark current",
-    "crosstalk": "of the electrons",
-    "nonlinearity": "at saturation",
-    "dropped": "of the frames",
-    "repeated": "of the frames",
-    "reanchor_steps": "steps",
-    "us_per_output": "µs",
-    "mb_s": "MB/s",
-    "lowest": "of the mean",
-    "highest": "of the mean",
+    **{"us": "µs", "pm": "pm", "rad": "rad", "pixels": "pixels", "w": "W", "mib": "MiB", "c": "°C"},
+    **{"k": "K", "e_per_s": "e⁻/s", "variance_per_e": "projection units²/e⁻", "sigma": "projection units"},
+    **{"sigma_0": "projection units", "per_s": "1/s", "e": "e⁻", "e_low": "e⁻", "e_high": "e⁻"},
+    **{"std": "projection units", "dn": "DN", "gain_dn_per_e": "DN/e⁻", "bits": "bits"},
+    **{"adc_bound": "units of w x", "ohm": "Ω", "hz": "Hz", "ghz": "GHz", "ghz_per_k": "GHz/K"},
+    **{"db": "dB", "a_per_w": "A/W", "heater_crosstalk": "of the neighbour's shift"},
+    **{"tuning_std": "of a weight of 1", "prnu": "of the response", "light_noise": "of the light"},
+    **{"linearity_error": "of the response", "s": "s", "temperatures_c": "°C"},
+    **{"quantum_efficiency": "e⁻/photon", "anchor_flux_per_s": "photons/s"},
+    **{"bias_flux_per_s": "photons/s", "ambient_flux_per_s": "photons/s", "rms": "of the power"},
+    **{"drift_rms": "of the power", "contrast": "of intensities", "stuck_on": "of the mirrors"},
+    **{"stuck_off": "of the mirrors", "hot_share": "of the pixels", "dead_share": "of the pixels"},
+    **{"hot_factor": "of the dark current", "dcnu": "of the dark current"},
+    **{"crosstalk": "of the electrons", "nonlinearity": "at saturation", "dropped": "of the frames"},
+    **{"repeated": "of the frames", "reanchor_steps": "steps", "us_per_output": "µs", "mb_s": "MB/s"},
+    **{"lowest": "of the mean", "highest": "of the mean"},
 }
 """Unit of a key by its whole last word or its suffix; the longest match counts."""
 _CROSSBAR_UNITS = {
-    "g_max_us": "µS",
-    "programming_us": "µS",
-    "polynomials_us": "µS",
-    "dac_bits": "bits",
-    "adc_bits": "bits",
-    "adc_bound": "units of w x",
-    "output_std": "units of w x",
-    "weight_std": "of a weight of 1",
-    "current_std": "of a weight of 1",
-    "times_s": "s",
-    "t0_s": "s",
-    "t_read_s": "s",
-    "programming_us_per_row": "µs",
-    "programming_nj_per_device": "nJ",
+    **{"g_max_us": "µS", "programming_us": "µS", "polynomials_us": "µS", "dac_bits": "bits"},
+    **{"adc_bits": "bits", "adc_bound": "units of w x", "output_std": "units of w x"},
+    **{"weight_std": "of a weight of 1", "current_std": "of a weight of 1", "times_s": "s", "t0_s": "s"},
+    **{"t_read_s": "s", "programming_us_per_row": "µs", "programming_nj_per_device": "nJ"},
 }
 """Units of the section ``crossbar``, whose conductances are in microsiemens, by the last word."""
 

@@ -37,12 +37,7 @@ def kelvin(temperature_c: float) -> float:
 
 
 def arrhenius_exponent(temperature_c: float, reference_c: float) -> float:
-    """Return -(1 / k) (1 / T - 1 / T_ref), the exponent of Arrhenius' factor for an activation energy of 1 eV.
-
-    Args:
-        temperature_c: T, degrees Celsius, above -273.15.
-        reference_c: T_ref, likewise.
-    """
+    """Return -(1 / k) (1 / T - 1 / T_ref), the exponent of Arrhenius' factor for an activation energy of 1 eV."""
     return _EV_K * (1 / (reference_c + ZERO_C_K) - 1 / (temperature_c + ZERO_C_K))
 
 
@@ -51,10 +46,6 @@ def thermal_charge_e2_per_k(load_ohm: float, exposure_us: float) -> float:
 
     2 k t / (R q^2): the current noise 4 k T / R [A^2/Hz] (Johnson, Phys. Rev. 32, 97; Nyquist, Phys. Rev. 32, 110,
     1928), integrated over t, which has the noise bandwidth 1 / (2 t).
-
-    Args:
-        load_ohm: R, ohm, above 0.
-        exposure_us: t, microseconds, above 0.
     """
     checks.positive(load_ohm=load_ohm, exposure_us=exposure_us)
     return 2 * BOLTZMANN_J_PER_K * exposure_us * 1e-6 / (load_ohm * CHARGE_C**2)
@@ -93,19 +84,11 @@ class DarkCurrent(ABC):
 
     @abstractmethod
     def current_e_per_s(self, temperature_c: float) -> float:
-        """Return electrons per second and pixel at a temperature.
-
-        Raises:
-            ValueError: the sensor does not work at this temperature.
-        """
+        """Return electrons per second and pixel at a temperature; ValueError if the sensor does not work there."""
 
     @abstractmethod
     def temperature_c(self, current_e_per_s: float) -> float:
-        """Return the temperature that gives a dark current: the inverse of `current_e_per_s`.
-
-        Raises:
-            ValueError: no temperature at which the sensor works gives it; the message says what can be had.
-        """
+        """Return the temperature that gives a dark current; ValueError, which says what can be had, if none does."""
 
     def credited(self) -> DarkCurrent:
         """Return the law of the least current that a guarantee may rest on: this one, unless it is a rule of thumb."""

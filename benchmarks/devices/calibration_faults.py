@@ -22,9 +22,8 @@ import typer
 
 from benchmarks.results_file import load_results, save_results
 from opusim.calibration.calibrate import calibrate
-from opusim.calibration.independence import independence_p_values
 from opusim.calibration.photon_transfer import LightNoise
-from opusim.calibration.reading_noise import shape_p_values
+from opusim.calibration.reading_noise import independence_p_values, shape_p_values
 from opusim.description.schema import load_description
 from opusim.devices.certificate import Certificate, GaussianLaw
 from opusim.devices.simulated import GaussianDevice

@@ -2,37 +2,86 @@
 
 `calibrate` takes readings of constant inputs and, at a camera, frames under uniform light. It tests what the device's
 law needs, and writes limits of its constants and of its noise into a `Certificate`. `compare` and `require_noise` check
-a device against an earlier certificate; `print_calibration` and `write_report` show a calibration.
+a device against an earlier certificate; `opusim.calibration.report` shows a calibration.
+
+`certify_counts` certifies the law of a camera's counts: limits of its dark charge and of its light.
+
+**Third cumulants.** Digital numbers of Poisson counts of gain K, with added Gaussian noise of variance c, have the
+third cumulant K (v - c) at the variance v, whatever the light. A straight line through the third cumulants of all
+levels against their variances has the slope K, the gain that photon transfer finds. Counts whose variance is not
+Poisson's but proportional to the light, as noise reduction in the camera and image intensifiers leave them, have
+another slope: their variance yields a wrong gain with every line straight. A third cumulant of F frames at P pixels has
+the variance (6 v^3 + 18 K^2 v^2 + K^4 v) / (F P) to leading order, which weighs the levels and gives the error.
+
+**Tails.** Frames of the same pixels, means and gain are simulated by the certified law. If c of the simulated numbers
+lie beyond a limit that the c-th of them sets, the number of measured ones beyond it is negative binomial (c, 1/2),
+without any further assumption. Numbers near a pixel's mean are compared in the same way.
+
+**Codes.** A converter's numbers take every code within the noise of its pixels. A code that is expected m times, by the
+pixels' means and variance, is missing by chance with probability exp(-m).
+
+**Power.** Counts under a light whose power fluctuates by a named law are certified by taking the power out of frames
+and testing what is left. In a frame of power w = 1 + c, pixel j reads b_j + w D_j + noise of variance v_j + c s_j, with
+D_j its light [DN] and s_j = K D_j. The powers c are found by weighted least squares over pixels and taken off, and what
+is left is scaled to the variance at mean power. The power itself hides the noise along D / sqrt v; that component is
+drawn anew from N(0, 1) by a fixed seed, so that every test of independence sees independent readings if they are
+independent except for the power. Each frame of a reading has its own power.
+
+The powers are tested separately: their law (logarithms, if it is log-normal), equal spread at all levels and at the
+anchor, and independence from frame to frame, on which the chi-squared limit of their spread rests.
+
+**Frames.** A reading is scale sum_f w_f I_f over its frames f. Light of L_f described electrons gives a mean of k L_f
+DN, with k from the anchor, and a variance v(k L_f) on the straight line of flat frames; so a reading has the variance
+scale^2 sum_f w_f^2 v(k L_f), less what coarse rounding may hide of it. Sample variances of n readings over it follow
+chi-squared laws over n - 1. Up to a tenth less is tolerated: the line and the described light are known to a few per
+cent.
+
+**Limits** (`certify_counts`). A certified count law scales the described light of every output by one ratio, so light
+that is spread over the outputs in another way would exceed it at some outputs. With a_j the mean of output j over F_a
+frames of the anchor, z_j where its line of means under uniform light starts (its own offset and response drop out), K
+the gain, r the ratio and L_j its described light,
+    a_j - z_j = K r L_j + noise of variance v_j / F_a + (variance of z_j),
+whose squares add up to chi-squared. The temporal variance v_j lies on the flat frames' straight line v(m): other values
+show a gain that has changed, or light that varies at each output separately, as it does if the medium moves.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
-from scipy.special import ndtr, ndtri
-from scipy.stats import chi2, norm
+from scipy.special import chdtr, nbdtr, ndtri, pdtrc, stdtr, stdtrit
+from scipy.stats import chi2, f, norm
 
 from opusim import checks
-from opusim.calibration.count_law import certify_counts, readings_without_power
 from opusim.calibration.frames import (
-    COUNT,
     GROUPS,
+    PIXELS_LOOKED_AT,
     Estimate,
     dark_noise_dn,
     decorrelation_time,
     root_mean,
     sparse_patterns,
 )
-from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
-from opusim.calibration.reading_noise import ReadingNoise, evaluate_readings
+from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer, Plan, take_photon_transfer
+from opusim.calibration.reading_noise import (
+    ReadingNoise,
+    cut_tails,
+    evaluate_readings,
+    independence_p_values,
+    largest_deviate_p_value,
+    missing_numbers,
+    near_limit,
+    shape_p_values,
+    third_cumulant,
+    weak_inputs,
+)
 from opusim.camera.from_description import camera_sections, dark_charge_e, sensor_of
+from opusim.description.camera import PowerSettings
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import reference_vectors
@@ -44,13 +93,625 @@ from opusim.devices.certificate import (
     Limits,
     PhotonCountLaw,
     TestedProperty,
+    TrustedProperty,
 )
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, MeasuredNoise, PhotonCountNoise
-from opusim.p_values import FAMILY_ALARM
+from opusim.p_values import FAMILY_ALARM, PropertyTest, bonferroni, decide, gamma_p_value, normal_p_value
 from opusim.progress import Progress, Show
-from opusim.tables import Shown, blank_figure, data_url, html_page, png_bytes, print_table, unit_of, wrapped
-from opusim.temperature import TemperatureLaw, TemperatureTable
+from opusim.tables import Shown
+
+_LEAST_DN2 = 1.0  # variance of a level from which rounding changes no third cumulant
+_LEAST_FRAMES = 8
+_SEED = 20261128
+_BEYOND = (1000, 300, 100, 30)  # simulated numbers beyond the limits
+_MOST_BEYOND = 0.02  # share of all simulated numbers
+_LEAST_SHARE = 0.5  # of the expected numbers of a code, which rest on a Gaussian law at each pixel
+_LEAST_EXPECTED = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThirdCumulants:
+    """The slope of frames' third cumulants, which tests the counts' law.
+
+    Attributes:
+        ratio: slope of the third cumulants over the gain, 1 for Poisson counts.
+        error: its standard error; infinite if fewer than three levels show it.
+    """
+
+    ratio: float
+    error: float
+
+    @property
+    def p_value(self) -> float:
+        """Two-sided p-value of Poisson counts; 1 if no level shows any."""
+        return normal_p_value((self.ratio - 1) / self.error)
+
+
+def third_cumulants(transfer: PhotonTransfer) -> ThirdCumulants:
+    """Return the slope of the third cumulants, from levels whose noise is above a DN."""
+    gain = transfer.estimates(0.5)["gain_dn_per_e"]
+    gain_error = transfer.error_of(gain)[0]
+    variances, cumulants, weights = [], [], []
+    levels = [*transfer.light.looked_at[transfer.used()], *transfer.dark.looked_at]
+    for level in levels if transfer.light.frames >= _LEAST_FRAMES else []:
+        dn = level.astype(np.float64)
+        rest = dn - dn.mean(axis=1, keepdims=True) - dn.mean(axis=0) + dn.mean()
+        if np.mean(np.square(rest)) <= _LEAST_DN2:
+            continue
+        frames, pixels = rest.shape
+        v = float(np.sum(np.square(rest))) / ((frames - 1) * (pixels - 1))
+        third = float(np.sum(rest**3)) * frames / ((frames - 1) * (frames - 2))
+        v_e = v / gain.value**2
+        squares = 6 * v_e**3 * frames**2 / ((frames - 1) * (frames - 2)) + 18 * v_e**2 + v_e
+        variances.append(v)
+        cumulants.append(third * pixels / ((pixels - 1) * (pixels - 2)))
+        weights.append(frames * pixels / (squares * gain.value**6))
+    if len(variances) < 3 or gain.value <= 0:
+        return ThirdCumulants(ratio=1.0, error=np.inf)
+    x, y, w = (np.array(values) for values in (variances, cumulants, weights))
+    x = x - w @ x / w.sum()
+    leverage = float(w @ np.square(x))
+    slope = float((w * x) @ y) / leverage / gain.value
+    error = np.hypot(leverage**-0.5, slope * gain_error) / gain.value
+    return ThirdCumulants(ratio=slope, error=float(error))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tails:
+    """Measured frames beside simulated ones of the certified law.
+
+    Attributes:
+        numbers: number of measured values, and of simulated ones.
+        frames: of each pixel and level.
+        far_p_value: of the numbers beyond limits; 1 if too few frames show them.
+        near_p_value: of the numbers near their pixel's mean.
+        limit: nearest of the farthest limits, standard deviations; 0 without any.
+    """
+
+    numbers: int
+    frames: int
+    far_p_value: float
+    near_p_value: float
+    limit: float
+
+
+def tails(transfer: PhotonTransfer, power_varies: bool) -> Tails:
+    """Compare the flat frames with simulated ones, with each frame's power from its mean if it varies."""
+    frames = transfer.light.frames
+    random, measured, simulated = np.random.default_rng(_SEED), [], []
+    found = transfer.estimates(0.5)
+    gain, black = found["gain_dn_per_e"].value, found["black_level_dn"].value
+    read = gain * found["read_noise_e"].value
+    if frames >= _LEAST_FRAMES and gain > 0:
+        variances = transfer.light.variances()
+        for level in transfer.used():
+            if variances[level] > _LEAST_DN2:
+                dn = transfer.light.looked_at[level]
+                # simulated frames with the measured pixels' means and gain, and each frame's power if that varies
+                means = dn.mean(axis=0, dtype=np.float64)
+                rate = max((float(means.mean()) - black) / gain, 0.0)
+                rates = np.full((len(dn), 1), rate)
+                if power_varies:
+                    shared = (dn.mean(axis=1, dtype=np.float64) - means.mean())[:, None]
+                    rates *= np.maximum(1 + shared / (gain * rate or 1), 0)
+                counts = random.poisson(np.broadcast_to(rates, dn.shape))
+                values = means + gain * (counts - rate)
+                values = values + read * random.standard_normal(dn.shape)
+                like = np.rint(values) if transfer.is_rounded else values
+                measured.append(_standard(dn, random, transfer.is_rounded))
+                simulated.append(_standard(like, random, transfer.is_rounded))
+    if not measured:
+        return Tails(numbers=0, frames=frames, far_p_value=1.0, near_p_value=1.0, limit=0.0)
+    seen, drawn = np.concatenate(measured), np.sort(np.concatenate(simulated))
+    far, farthest = [], [0.0, 0.0]  # the farthest limit of each side
+    for side, sign in enumerate((1.0, -1.0)):
+        ordered = drawn[::-1] if sign > 0 else drawn
+        for count in (count for count in _BEYOND if count <= _MOST_BEYOND * drawn.size):
+            limit = float(ordered[count - 1])
+            beyond = int(np.count_nonzero(sign * seen > sign * limit))
+            above = 1.0 - float(nbdtr(beyond - 1, count, 0.5)) if beyond else 1.0
+            far.append(2 * min(float(nbdtr(beyond, count, 0.5)), above))
+            farthest[side] = max(farthest[side], abs(limit))
+    within = near_limit(frames)
+    near, expected = (float(np.count_nonzero(np.abs(values) < within)) for values in (seen, drawn))
+    return Tails(
+        numbers=seen.size,
+        frames=frames,
+        far_p_value=bonferroni(min(far, default=1.0), max(len(far), 1)),
+        near_p_value=normal_p_value((near - expected) / max(near + expected, 1.0) ** 0.5),
+        limit=min(farthest) if all(farthest) else 0.0,
+    )
+
+
+def _standard(dn: np.ndarray, random: np.random.Generator, is_rounded: bool) -> np.ndarray:
+    """Return numbers less frame and pixel means, over their pixel's deviation; random fractions undo rounding."""
+    values = dn + (random.random(dn.shape) - 0.5 if is_rounded else 0.0)
+    rest = values - values.mean(axis=1, keepdims=True) - values.mean(axis=0) + values.mean()
+    return np.asarray(rest / np.sqrt(np.mean(np.square(rest), axis=0))).ravel()
+
+
+def codes_p_values(transfer: PhotonTransfer) -> dict[str, float]:
+    """Return the p-values of codes that never occur; a statistic's name says how far codes lie apart."""
+    levels = [*transfer.light.looked_at[:-1], *transfer.dark.looked_at]
+    step = 0
+    for level in levels:
+        codes = np.unique(np.rint(level).astype(np.int64))
+        step = int(np.gcd.reduce(np.append(np.diff(codes), step)))
+    found = {f"all codes lie {step} apart": 0.0} if step > 1 else {}
+    missing = [_missing_p_value(np.rint(level).astype(np.int64)) for level in levels]
+    return found | {"codes that never occur": bonferroni(min(missing), len(missing))}
+
+
+def _missing_p_value(codes: np.ndarray) -> float:
+    """Return the p-value of codes that never occur at a level although the pixels' means and noise allow them."""
+    variance = float(codes.var(axis=0, ddof=1).mean())
+    if variance < _LEAST_DN2:
+        return 1.0
+    counts = np.bincount((codes - codes.min()).ravel())
+    places = np.rint(codes.mean(axis=0)).astype(np.int64) - codes.min()
+    reach = int(4 * variance**0.5) + 1
+    kernel = np.exp(-np.square(np.arange(-reach, reach + 1)) / (2 * variance))
+    at_means = len(codes) * np.bincount(places, minlength=counts.size)
+    expected = _LEAST_SHARE * np.convolve(at_means, kernel / kernel.sum())[reach : reach + counts.size]
+    judged = expected > _LEAST_EXPECTED
+    empty = int(np.count_nonzero(counts[judged] == 0))
+    return float(pdtrc(empty - 1, np.sum(np.exp(-expected[judged])))) if empty else 1.0
+
+
+# Power
+
+_POWER_SEED = 20261126
+_SMALLEST = 1e-9  # share of the largest singular value below which a direction is dropped
+_CLEAR = 0.05  # largest share of the frame means' variance from their own noise, in tests of the power
+_MOST_RMS = 0.1  # beyond, the chi-squared limit of a log-normal power is off
+_LEAST_POWERS = 20  # least powers of a level in tests of the law
+_LEAST_WEIGHT = 0.02  # least variance of an output in weights, as a share of the median
+
+
+def without_power(samples: np.ndarray, light: np.ndarray, shot: np.ndarray) -> np.ndarray:
+    """Return frames or readings of one setting as they would be at mean power, float64, shape (readings, n_outputs).
+
+    `light` is what a power of 1 adds to a reading, D, for each of its frames, (frames, n_outputs), and `shot` what it
+    adds to a reading's variance.
+    """
+    mean = samples.mean(axis=0, dtype=np.float64)
+    rest, used = samples - mean, light[np.any(light != 0, axis=1)]
+    variance = rest.var(axis=0, ddof=1)
+    for _ in range(2):  # the first weights hold the power's own variance
+        scale = _deviations(variance)
+        powers = np.linalg.lstsq((used / scale).T, (rest / scale).T, rcond=_SMALLEST)[0].T
+        left = rest - powers @ used
+        freedom = max(len(samples) - 1, 1) * (1 - np.linalg.matrix_rank(used) / samples.shape[1])
+        variance = np.sum(np.square(left), axis=0) / freedom
+    changed = variance + powers @ shot[np.any(light != 0, axis=1)]
+    left *= np.sqrt(variance / np.maximum(changed, 0.01 * variance + 1e-300))
+    scale = _deviations(variance)
+    basis, sizes, _ = np.linalg.svd((used / scale).T, full_matrices=False)
+    basis = basis[:, sizes > _SMALLEST * sizes[:1].sum()]  # (n_outputs, directions)
+    standard = left / scale
+    fresh = np.random.default_rng(_POWER_SEED).standard_normal((len(samples), basis.shape[1]))
+    standard += (fresh - standard @ basis) @ basis.T
+    return np.asarray(mean + standard * scale)
+
+
+def _deviations(variance: np.ndarray) -> np.ndarray:
+    """Return square roots of variances, each at least a share of the median: numbers of few codes may not vary."""
+    return np.asarray(np.sqrt(np.maximum(variance, _LEAST_WEIGHT * np.median(variance) + 1e-300)))
+
+
+def readings_without_power(device: CameraDevice, inputs: torch.Tensor, samples: np.ndarray) -> np.ndarray:
+    """Return readings (inputs, readings, n_outputs) without the powers of their frames, under the described light."""
+    exposure, scale = device.exposure, device.recovery.decode()[0]
+    light = (device.frame_rates(inputs) - exposure.dark_e).transpose(1, 0, 2)  # (inputs, frames, n_outputs)
+    unit = exposure.gain_dn * scale
+    signed = light * unit * device.recovery.weights[:, None]
+    parts = zip(samples, signed, np.square(unit) * light, strict=True)
+    steady = [without_power(part, change, shot) for part, change, shot in parts]
+    return np.stack(steady).astype(samples.dtype)
+
+
+def frames_without_power(transfer: PhotonTransfer, levels: np.ndarray) -> list[np.ndarray]:
+    """Return the looked-at frames of some levels of the light series at mean power; the first level has no light."""
+    frames, gain = transfer.light.looked_at, transfer.estimates(0.5)["gain_dn_per_e"].value
+    dark = frames[0].mean(axis=0, dtype=np.float64)
+    found = []
+    for level in levels:
+        light = np.maximum(frames[level].mean(axis=0, dtype=np.float64) - dark, 0.0)[None]
+        found.append(without_power(frames[level], light, gain * light) if level > 0 else frames[level])
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NamedPower:
+    """Powers of frames at the settings that show them, and the law that the description names.
+
+    Attributes:
+        settings: the description's section.
+        noise: variances of frame means at all settings, the anchor last.
+        flat: power of each frame at levels of flat light, relative to the level's mean, shape (levels, frames).
+        anchor: the same for frames of the anchor, shape (frames,).
+    """
+
+    settings: PowerSettings
+    noise: LightNoise
+    flat: np.ndarray
+    anchor: np.ndarray
+
+    @classmethod
+    def of(
+        cls, settings: PowerSettings, transfer: PhotonTransfer, noise: LightNoise, anchor: np.ndarray
+    ) -> NamedPower:
+        """Take the powers from the means of frames at settings whose own noise is far below the power's.
+
+        `noise` has variances of frame means at the series' used levels and at the anchor, `anchor` each frame's light.
+        """
+        used = transfer.used()
+        r2 = noise.estimate**2
+        clear = noise.own < _CLEAR * r2 * np.square(noise.light)
+        kept = used[clear[:-1]]
+        means = transfer.light.frame_means[kept] - transfer.zero()
+        flat = means / means.mean(axis=1, keepdims=True) if kept.size else means
+        return cls(settings=settings, noise=noise, flat=flat, anchor=anchor / anchor.mean())
+
+    @property
+    def obstacles(self) -> list[str]:
+        """Reasons why no limit of this power can be certified, whatever frames say."""
+        found = []
+        if self.settings.drift_rms is not None:
+            found.append(
+                "the power drifts (light.power.drift_rms), and a calibration sees one state of the drift"
+            )
+        if self.noise.estimate > _MOST_RMS:
+            found.append(
+                f"the power varies by more than {_MOST_RMS:.0%}, where the limit of its spread is not exact"
+            )
+        return found
+
+    def property_p_values(self) -> dict[str, dict[str, float]]:
+        """Return the P-values of the named law, of one spread at all settings, and of independent frames."""
+        z = np.log(np.maximum(self.flat, 1e-9)) if self.settings.law == "log_normal" else self.flat
+        noise = self.noise
+        ratios = noise.frame_variances / (noise.own + np.square(noise.estimate * noise.light))
+        tails = [
+            2 * min(chi2.sf(d * x, d), chi2.cdf(d * x, d)) for x, d in zip(ratios, noise.freedom, strict=True)
+        ]
+        spreads = {"a setting": bonferroni(min(tails), len(tails))}
+        if self.flat.size:
+            rest = int(noise.freedom[:-1].sum())
+            pooled = float(noise.freedom[:-1] @ ratios[:-1]) / rest
+            ratio, freedom = float(ratios[-1]) / pooled, (int(noise.freedom[-1]), rest)
+            spreads["anchor"] = min(1.0, 2 * min(f.sf(ratio, *freedom), f.cdf(ratio, *freedom)))
+        found: dict[str, dict[str, float]] = {"the power has one spread at every light": spreads}
+        if len(z) and z.shape[1] >= _LEAST_POWERS:
+            parts = [level[:, None] for level in z]
+            shape = shape_p_values(parts)["each output is Gaussian"]
+            found[f"the power of a frame is {self.settings.law.replace('_', '-')}"] = shape
+            between = independence_p_values([*parts, np.log(np.maximum(self.anchor, 1e-9))[:, None]])
+            name = "readings do not repeat or follow from earlier ones"
+            found["the power of a frame does not follow from earlier ones"] = between[name]
+        return found
+
+
+TOLERANCE = 0.1
+FULL = 0.7
+"""Share of the saturation above which an output's described light may be clipped."""
+_SURELY = 8.0
+"""Standard errors of the line by which the law of a single output is lowered."""
+
+
+def input_p_values(
+    device: CameraDevice, transfer: PhotonTransfer, inputs: torch.Tensor, samples: np.ndarray, dn_per_e: float
+) -> dict[str, float]:
+    """Return the one-sided p-value of each input's variance in the mean over outputs, and of the quietest output.
+
+    `samples` are readings (inputs, readings, n_outputs) at mean power, without a reference beam; `dn_per_e` is the mean
+    digital number for each described electron of light.
+    """
+    exposure, recovery = device.exposure, device.recovery
+    light_e = np.maximum((device.frame_rates(inputs) - exposure.dark_e) / exposure.mean_power, 0.0)
+    light_dn = max(dn_per_e, 0.0) * light_e  # (frames, inputs, n_outputs)
+    rounding = exposure.sensor.rounding_limit_dn2(light_e + np.min(exposure.dark_e))
+    stated = recovery.variance(np.maximum(transfer.variance_at(light_dn) - rounding, 0.0))
+    start, slope = recovery.variance(np.ones_like(light_dn)), recovery.variance(light_dn)
+    kept = np.all(light_e < FULL * exposure.sensor.saturation_e, axis=0)
+    freedom, variances = samples.shape[1] - 1, samples.var(axis=1, ddof=1, dtype=np.float64)
+    found: dict[str, float] = {}
+    for number, here in enumerate(kept):
+        if not np.any(here):
+            continue
+        variance, law = variances[number, here], np.maximum(stated[number, here], 1e-300)
+        means = np.array([[start[number, here].mean(), slope[number, here].mean()]])
+        line, degrees = transfer.error_of(transfer.sums_of_line(means)[0])
+        least, own = (1 - TOLERANCE) * law, float(variance.mean()) * (2 / (freedom * variance.size)) ** 0.5
+        error = max(float(np.hypot(own, (1 - TOLERANCE) * line)), 1e-300)
+        found[f"input {number + 1}"] = float(stdtr(degrees, (variance.mean() - least.mean()) / error))
+        surely = least * max(0.0, 1 - _SURELY * line / float(law.mean()))
+        ratios = freedom * variance / np.maximum(surely, 1e-300)
+        quietest = float(chdtr(freedom, ratios.min()))
+        found[f"quietest output of input {number + 1}"] = bonferroni(quietest, variance.size)
+    return found or {"no output below saturation": 1.0}
+
+
+_ANCHOR_FRAMES = 100
+_PARTS_OF_BETA = 12
+"""Two limits each of the gain, the anchor, its zero, the mean dark charge and a pixel's deviation from it; one each of
+the light's noise and of the spread over pixels."""
+_MOST_PIXELS = 1_000_000
+"""Most outputs, and groups of outputs, whose dark charges all lie within their limits."""
+_BRIGHTEST = 8.0
+"""Standard deviations above its mean that no frame of a Gaussian light reaches (1e-15 a frame)."""
+_AS_NOISY = "readings of every input are as noisy as flat frames state"
+_BLACK = "the black level does not vary from frame to frame"
+_POISSON = "the third cumulants of frames are those of Poisson counts"
+_TAILS = "frames have the tails of Poisson counts"
+_CODES = "every code of the converter occurs"
+_SPREAD = "the anchor's light is spread over the outputs as described"
+_UNKNOWN_SPREAD = (
+    "light is spread over the outputs in another way than described (unequal responses, another medium): the law "
+    "credits dark charge and gain, and labels only whose rates the run measures (protection.rate_frames)"
+)
+_STEADY = "light does not vary from frame to frame"
+_REMEDIES = {
+    _BLACK: "let the sensor's temperature settle and switch on the camera's black-level clamp",
+    "the variance of frames falls": "switch off the camera's gamma and tone curve",
+    "the variance is a straight line": "switch off the camera's gamma and tone curve",
+    _CODES: "have the driver give the converter's own numbers, shifted to the lowest bits",
+    "the quantum efficiency is": "switch off the camera's noise reduction and check the meter that gives the photons",
+    _POISSON: "switch off the camera's noise reduction, binning and intensifier",
+    _TAILS: "switch off the camera's noise reduction and defect correction",
+    "the gain has no lower limit": "take more frames or pixels",
+    _AS_NOISY: "switch off whatever changes the gain or the noise of bright frames",
+}
+"""Remedies by the beginning of the failed property; the first match counts."""
+_HOLOGRAMS = (
+    "readings are holograms (camera.reference_beam), and no frame that is tested holds the reference's light"
+)
+_UNEVEN_NOISE = (
+    "noise of the read-out differs over pixels or is shared ({keys}), and limits take pixels for alike"
+)
+_UNEVEN = (
+    "the dark charge's limits hold at each of up to 1,000,000 outputs and groups of outputs, if dark currents differ "
+    "by a normal law over pixels; more frames narrow them"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountCertificate:
+    """What frames say of a camera's counts.
+
+    Attributes:
+        law: the certified limits; None if a test speaks against them.
+        tests: tests of the limits' premises.
+        light_noise: relative standard deviation of the light from frame to frame; its limits are the certified ones, at
+            the share of beta, which are wider than those of other constants.
+        remarks: the assumed law, and why none is certified.
+        trust: properties whose faults frames show only above some size.
+    """
+
+    law: PhotonCountLaw | FluctuatingCountLaw | None
+    tests: tuple[PropertyTest, ...]
+    light_noise: Estimate
+    remarks: tuple[str, ...]
+    trust: tuple[TrustedProperty, ...]
+
+
+def certify_counts(
+    device: CameraDevice, transfer: PhotonTransfer, beta: float, inputs: torch.Tensor, samples: np.ndarray
+) -> CountCertificate:
+    """Return the limits that hold together with probability 1 - beta (Bonferroni over one-sided limits).
+
+    Light that varies is certified only if the description names the law of its power (``camera.light.power``);
+    `samples` are the inputs' readings at mean power, shape (inputs, readings, n_outputs).
+    """
+    share = beta / _PARTS_OF_BETA
+    taken, blank = device.anchor_frames(_ANCHOR_FRAMES), device.flat_frames(_ANCHOR_FRAMES)
+    blank_dn, saturation_e = float(blank.mean(dtype=np.float64)), device.exposure.sensor.saturation_e
+    described_e = device.anchor_light_e
+    kept = np.flatnonzero(described_e < FULL * saturation_e)
+    if kept.size < 30:
+        raise ValueError(
+            f"the anchor of {kept.size} outputs lies below {FULL:.0%} of saturation: at least 30 are needed; dim "
+            "the light, or open more outputs"
+        )
+    # Frames of the anchor at mean power, whose light at each output is that above the blank frames.
+    camera, power, anchor = device.description.camera, None, taken
+    settings = None if camera is None else camera.light.power
+    if settings is not None:
+        lit = np.maximum(taken.mean(axis=0, dtype=np.float64) - blank.mean(axis=0, dtype=np.float64), 0.0)
+        gain = transfer.estimates(0.5)["gain_dn_per_e"].value
+        anchor = without_power(taken, lit[None], gain * lit[None]).astype(taken.dtype)
+    light = transfer.light_noise().and_frames(taken, blank_dn, anchor)
+    if settings is not None:
+        power = NamedPower.of(settings, transfer, light, taken.mean(axis=1) - blank_dn)
+    means = taken[:, kept].mean(axis=1, dtype=np.float64)  # of each frame of the anchor
+    described = float(described_e[kept].mean())
+
+    # What frames say of the counts' law beyond mean and variance, and of its limits.
+    black = transfer.black_noise(blank)
+    third, beside = third_cumulants(transfer), tails(transfer, power is not None)
+    properties = {
+        _BLACK: {"means of frames without light": black.excess_p_value},
+        _POISSON: {"third cumulants": third.p_value},
+        _TAILS: {"far from the mean": beside.far_p_value, "near the mean": beside.near_p_value},
+    }
+    if transfer.is_rounded:
+        properties[_CODES] = codes_p_values(transfer)
+    if not device.is_holographic:
+        dn_per_e = (float(means.mean()) - transfer.zero()) / described
+        properties[_AS_NOISY] = input_p_values(device, transfer, inputs, samples, dn_per_e)
+    properties |= {} if power is None else power.property_p_values()
+    properties |= transfer.property_p_values() | anchor_p_values(anchor, described_e, kept, transfer)
+    used = transfer.used()
+    levels = list(transfer.light.looked_at[used]) if power is None else frames_without_power(transfer, used)
+    frames = [*levels, anchor[:, : levels[0].shape[1]]]
+    for name, values in independence_p_values(frames, ranked=True).items():
+        properties[f"frames: {name}"] = values
+    if black.excess_p_value < FAMILY_ALARM / 2 / (1 + len(properties)):
+        light = light.beside(black.common)
+    tests = decide(
+        {_STEADY: {"means of frames": light.p_value}} | properties,
+        alarm=FAMILY_ALARM / 2,
+        not_needed=() if power is None else (_STEADY,),
+    )
+    level = tests[0].level
+    trust = (
+        third_cumulant(third.error, level),
+        cut_tails(beside.limit, beside.frames, "frames"),
+        missing_numbers(max(beside.numbers, 1), beside.frames, level / 2, samples=2, of="frames"),
+        weak_inputs(TOLERANCE, samples[0].size, level / (2 * len(samples))),
+    )
+
+    # Limits are certified if every needed test holds and nothing else forbids it.
+    failed = [test.text for test in tests if test.needed and not test.holds]
+    unknown_spread = len(failed) == 1 and failed[0].startswith(_SPREAD)
+    if unknown_spread:
+        tests = tuple(replace(test, needed=test.needed and test.text != failed[0]) for test in tests)
+        failed = []
+    failed += [_HOLOGRAMS] if device.is_holographic else []
+    uneven = () if camera is None or camera.pixels is None else camera.pixels.uneven_keys
+    if uneven:
+        keys = ", ".join(f"camera.pixels.{key}" for key in uneven)
+        failed += [_UNEVEN_NOISE.format(keys=keys)]
+    failed += [] if power is None else power.obstacles
+    failed += _impossible(transfer, share)
+    # most electrons of ambient light at an output, which no law credits
+    ambient_e = float(device.exposure.light.ambient_e * np.max(device.exposure.response))
+    return CountCertificate(
+        law=(
+            None
+            if failed
+            else _law(transfer, means, described, light, power, share, ambient_e).model_copy(
+                update={"light_spread": "unknown" if unknown_spread else None}
+            )
+        ),
+        tests=tests,
+        light_noise=Estimate(value=light.estimate, low=light.lower(share), high=light.upper(share)),
+        remarks=(
+            *_remarks(power, light.upper(share), ambient_e, failed),
+            *((_UNKNOWN_SPREAD,) if unknown_spread and not failed else ()),
+        ),
+        trust=trust,
+    )
+
+
+def _impossible(transfer: PhotonTransfer, share: float) -> list[str]:
+    """Return the constants with values that no camera has, or that are too uncertain for a law."""
+    found = transfer.estimates(1 - 2 * share)
+    efficiency, gain = found["quantum_efficiency"], found["gain_dn_per_e"]
+    if gain.high <= 0:
+        return ["the variance of frames falls as the light rises"]
+    if efficiency.low > 1:
+        return [
+            f"the quantum efficiency is at least {efficiency.low:.3g}, and no pixel counts more electrons than photons"
+        ]
+    if transfer.unbent(1 - 2 * share)["gain_dn_per_e"].low <= 0:
+        return [f"the gain has no lower limit above 0 at a probability of {share:.2g}"]
+    return []
+
+
+def _remarks(power: NamedPower | None, limit: float, ambient_e: float, failed: list[str]) -> tuple[str, ...]:
+    """Return as remarks the assumed law and, if none is certified, why, with a remedy."""
+    unseen = "The tests do not see a light that changes after calibration, or depends on patterns that were not tried"
+    if power is None:
+        assumed = (
+            "assumed law: independent Poisson counts, one light for all frames, that no data, no pattern and no "
+            f"automatic exposure changes; no frame leaves the mean by more than {_BRIGHTEST:g} times light_noise's "
+            f"upper limit. {unseen}"
+        )
+    else:
+        name = power.settings.law.replace("_", "-")
+        assumed = (
+            f"assumed law: given the light's power in a frame, independent Poisson counts; the power is {name}, "
+            f"independent from frame to frame during calibration, of at most {limit:.4g} rms, and no data, no pattern "
+            f"and no automatic exposure changes it. Its tail beyond the frames taken is assumed, not seen. {unseen}"
+        )
+    remarks = [assumed, _UNEVEN]
+    if ambient_e:
+        remarks.append(
+            f"the described ambient light, {ambient_e:.4g} electrons, is taken off the dark charge: it may be gone"
+        )
+    if failed:
+        helps = (
+            remedy
+            for beginning, remedy in _REMEDIES.items()
+            if any(text.startswith(beginning) for text in failed)
+        )
+        remarks.append(
+            f"no law is certified, because frames speak against: {'; '.join(failed)}. Limits of constants do not allow "
+            f"for that; {next(helps, 'steady the light')}, and calibrate again"
+        )
+    return tuple(remarks)
+
+
+def anchor_p_values(
+    frames: np.ndarray, described_e: np.ndarray, kept: np.ndarray, transfer: PhotonTransfer
+) -> dict[str, dict[str, float]]:
+    """Return the P-values of light that is spread over the outputs as described, and of its variance.
+
+    Frames (frames, n_outputs) show the anchor at mean power; its described light lies well below saturation at `kept`.
+    """
+    looked_at = kept[kept < PIXELS_LOOKED_AT]
+    start, start_variance = transfer.starts()
+    lit = frames[:, looked_at].mean(axis=0, dtype=np.float64) - start[looked_at]
+    described = described_e[looked_at]
+    ratio = float(lit.mean() / described.mean())
+    own = transfer.variance_at(np.maximum(ratio, 0.0) * described) / len(frames)
+    deviates = (lit - ratio * described) / np.sqrt(own + start_variance)
+    freedom = looked_at.size - 1
+    return {
+        _SPREAD: {
+            "squared differences": gamma_p_value(float(np.sum(np.square(deviates))), freedom, 2 * freedom),
+            "largest of an output": largest_deviate_p_value(np.abs(deviates)),
+        },
+        "the anchor's variance lies on the line of flat frames": {
+            "excess": transfer.excess_p_value(frames, kept)
+        },
+    }
+
+
+def _law(
+    transfer: PhotonTransfer,
+    means: np.ndarray,
+    described: float,
+    light: LightNoise,
+    power: NamedPower | None,
+    share: float,
+    ambient_e: float,
+) -> PhotonCountLaw | FluctuatingCountLaw:
+    found = transfer.unbent(1 - 2 * share)
+    seconds, limit = transfer.exposure_us * 1e-6, light.upper(share)
+    margin = -stdtrit(means.size - 1, share) * means.std(ddof=1) / means.size**0.5
+    dark, gain, zero = found["dark_current_e_per_s"], found["gain_dn_per_e"], found["zero_dn"]
+    shared = dict.fromkeys(("zero_dn", "dark_current_e_per_s"), 0.0)
+    if power is not None:
+        deviate = -float(ndtri(share))
+        shared = {key: deviate * error for key, error in transfer.power_errors(limit).items()}
+    zero_more, dark_more = shared["zero_dn"], shared["dark_current_e_per_s"]
+    lowest = (means.mean() - margin - zero.high - zero_more) / gain.high / described
+    highest = (means.mean() + margin - zero.low + zero_more) / gain.low / described
+    uneven = -float(ndtri(share / _MOST_PIXELS)) * transfer.dark_spread_limit(share) / gain.low
+    limits: dict[str, Any] = {
+        "dark_e_low": max(0.0, (dark.low - dark_more - uneven) * seconds - ambient_e),
+        "dark_e_high": max(0.0, (dark.high + dark_more + uneven) * seconds),
+        "dark_mean_e_low": max(0.0, (dark.low - dark_more) * seconds - ambient_e),
+        "dark_mean_e_high": max(0.0, (dark.high + dark_more) * seconds),
+        "dark_deviation_e": uneven * seconds,
+        "light_ratio_low": max(0.0, float(lowest)),
+        "gain_dn_per_e_low": gain.low,
+        "gain_dn_per_e_high": gain.high,
+    }
+    if power is None:
+        excess = 1 + _BRIGHTEST * limit
+        return PhotonCountLaw(**limits, light_ratio_high=float(highest) * excess, frame_ratio_high=excess)
+    return FluctuatingCountLaw(
+        **limits,
+        light_ratio_high=float(highest),
+        power_law=power.settings.law,
+        power_rms_low=power.noise.lower(share),
+        power_rms_high=power.noise.upper(share),
+    )
+
 
 _BLANK_FRAMES = 100
 _OTHER_FRAMES = 500  # frames of a camera besides its series, about: pilots, the anchor and blanks
@@ -412,274 +1073,3 @@ def require_noise(certificate: Certificate, measured: Calibration) -> None:
         )
     if reason:
         raise NoiseBelowCertificate(f"{certificate.device}: {reason}")
-
-
-def transfer_figure(certificate: Certificate, transfer: PhotonTransfer) -> Figure:
-    """Draw photon transfer, response, its residuals and dark current."""
-    figure = blank_figure(10, 8)
-    figure.get_layout_engine().set(hspace=0.08, wspace=0.05)  # type: ignore[union-attr, call-arg]
-    (variance, response), (residuals, dark) = figure.subplots(2, 2)
-    found, used = certificate.estimates, transfer.used()
-    gain, black = found["gain_dn_per_e"].value, found["black_level_dn"].value
-    photons, means, variances = transfer.photons(), transfer.light.means(), transfer.light.variances()
-
-    variance.plot(means, variances, "o", color="0.7", label="left out: rounding or saturation")
-    variance.plot(means[used], variances[used], "o", color="C0", label="used")
-    line = np.linspace(means[0], means[used].max(), 2)
-    start = float(np.mean(variances[used] - gain * means[used]))
-    variance.plot(line, start + gain * line, "k--", linewidth=0.8, label=f"slope K = {gain:.5g} DN/e⁻")
-    variance.set(xlabel="mean, DN", ylabel="temporal variance, DN²", title="Photon transfer")
-    variance.legend()
-
-    slope = gain * found["quantum_efficiency"].value
-    response.plot(photons[:-1], means[:-1], "o")
-    response.plot(
-        photons[:-1], black + slope * photons[:-1], "k--", linewidth=0.8, label=f"{slope:.5g} DN/photon"
-    )
-    response.set(xlabel="photons on a pixel", ylabel="mean, DN", title="Response")
-    response.legend()
-
-    photons, means = photons[used], means[used]
-    rest = means - np.polyval(np.polyfit(photons, means, 1), photons)
-    samples = transfer.light.frames * transfer.light.sums[:, used, COUNT].sum(axis=0)
-    residuals.axhline(0, color="k", linewidth=0.8)
-    residuals.errorbar(photons, rest, yerr=np.sqrt(variances[used] / samples), fmt="o", capsize=3)
-    residuals.set(
-        xlabel="photons on a pixel", ylabel="mean minus line, DN", title="Linearity, with standard errors"
-    )
-
-    for series, label in ((transfer.dark, "operating temperature"), (transfer.warm, "warm")):
-        if series is not None:
-            dark.plot(series.seconds(), series.means(), "o-", label=label)
-    dark.set(xlabel="exposure, s", ylabel="mean under constant light, DN", title="Dark current")
-    dark.legend()
-    return figure
-
-
-def readings_figure(samples: np.ndarray) -> Figure:
-    """Plot quantiles of standardised readings against the Gaussian's, and the standard deviations of the outputs."""
-    centred = samples - samples.mean(axis=0)
-    std = centred.std(axis=0, ddof=1)
-    values = np.sort((centred / np.where(std > 0, std, 1)).ravel())
-    ranks = np.unique((ndtr(np.linspace(-6, 6, 1000)) * (values.size - 1)).astype(int))
-    figure = blank_figure(10, 3.8)
-    left, right = figure.subplots(1, 2)
-    expected = ndtri((ranks + 0.5) / values.size)
-    left.plot(expected, values[ranks], ".", markersize=3)
-    left.plot(expected[[0, -1]], expected[[0, -1]], "k--", linewidth=0.8)
-    left.set(
-        xlabel="quantile of a Gaussian",
-        ylabel="quantile of the readings, standardised",
-        title="Law of a reading",
-    )
-    right.hist(std, bins=60)
-    right.set(xlabel="standard deviation, projection units", ylabel="outputs", title="Noise of the outputs")
-    return figure
-
-
-def temperature_figure(law: TemperatureLaw | TemperatureTable, name: str) -> Figure:
-    """Return the noise of a reading against temperature, with the shares of its variance or the matrix's size."""
-    temperatures = np.linspace(*law.temperatures_c, 200)
-    figure = blank_figure(7, 4.2)
-    axes = figure.subplots()
-    share = axes.twinx()
-    axes.plot(temperatures, [law.std(t) for t in temperatures], color="C0")
-    axes.set(xlabel="temperature, °C", title=f"{name}: noise of a reading")
-    axes.set_ylabel("standard deviation, projection units", color="C0")
-    axes.set_ylim(bottom=0)
-    if isinstance(law, TemperatureTable):
-        share.plot(temperatures, [law.size(t) for t in temperatures], color="C1", linestyle="--")
-        share.set_ylabel("root mean square of the matrix's entries", color="C1")
-        share.set_ylim(bottom=0)
-        return figure
-    share.plot(temperatures, [100 * law.dark_share(t) for t in temperatures], color="C1", linestyle="--")
-    share.set_ylabel("dark current's share of the variance, %", color="C1")
-    share.set_ylim(0, 100)
-    return figure
-
-
-_CAP = 37.0  # largest deviate whose p-value double precision holds
-_LAWS = {
-    "gaussian": "Gaussian readings",
-    "photon_count": "Poisson counts",
-    "fluctuating_photon_count": "Poisson counts under light that fluctuates",
-}
-WORDS = {
-    "std": "smallest standard deviation of a reading, lower limit",
-    "dark_e_low": "dark charge of a frame, lower limit",
-    "dark_e_high": "dark charge of a frame, upper limit",
-    "dark_mean_e_low": "its mean over all outputs, lower limit",
-    "dark_mean_e_high": "its mean over all outputs, upper limit",
-    "dark_deviation_e": "an output's deviation from that mean, limit; of a group's mean, over the root of its outputs",
-    "light_ratio_low": "light over the described, lower limit",
-    "light_ratio_high": "light over the described, upper limit",
-    "frame_ratio_high": "light of a frame over the mean of frames, upper limit",
-    "gain_dn_per_e_low": "gain, lower limit",
-    "gain_dn_per_e_high": "gain, upper limit",
-    "light_spread": "light of single outputs",
-    "power_law": "law of the light's power in a frame, assumed",
-    "power_rms_low": "relative standard deviation of that power, lower limit",
-    "power_rms_high": "relative standard deviation of that power, upper limit",
-    "quantum_efficiency": "quantum efficiency",
-    "gain_dn_per_e": "gain",
-    "black_level_dn": "black level",
-    "dark_current_e_per_s": "dark current",
-    "saturation_e": "saturation",
-    "doubling_k": "dark current doubles every",
-    "read_noise_e": "read noise",
-    "prnu": "response, standard deviation over pixels",
-    "dsnu_e": "offset, standard deviation over pixels",
-    "dark_spread_e_per_s": "dark current, standard deviation over pixels",
-    "linearity_error": "response, rms deviation from a line",
-    "dark_noise_dn": "noise of a blank frame",
-    "light_noise": "light, standard deviation from frame to frame",
-    "entry_std": "standard deviation of B's entries, which this project takes to be 1",
-    "decorrelation_s": "decorrelation time of the medium",
-}
-"""Readable names of the certificates' keys."""
-
-
-_CAUSES = {
-    "outputs do not correlate": "noise that outputs share, such as the laser's power",
-    "do not repeat or follow from earlier ones": "drift, vibration, or readings that were delivered twice",
-    "sizes of the outputs' noises do not correlate": "the noise of all outputs grows and falls together",
-    "sizes of noise do not follow from earlier ones": "the noise grows or falls with time",
-    "noise is missing in no block of readings": "readings without noise, such as stored ones",
-    "each output is Gaussian": "few electrons, rare jumps, clipping, or no noise",
-    "readings lie on no grid": "steps of the converter that are not small against the noise",
-    "noise is the same at every input": "noise that depends on the light, such as shot noise",
-}
-"""Usual causes by a part of the failed property; remarks of a law of counts give the remedies of its other tests."""
-
-
-def _outcome(test: TestedProperty) -> str:
-    """Return whether a property holds, and the usual cause if it does not."""
-    if test.holds:
-        return "holds"
-    cause = next((cause for part, cause in _CAUSES.items() if part in test.text), "")
-    return f"does not hold ({cause})" if cause else "does not hold"
-
-
-def print_calibration(found: Calibration) -> None:
-    """Print constants, tests and the certified law as tables."""
-    rows = [(key, *shown(key, estimate)) for key, estimate in found.certificate.estimates.items()]
-    if rows:
-        limits = f"limits at {found.certificate.confidence:.0%}"
-        print_table("Constants from frames", ("constant", "estimate", limits, "described", "unit"), rows)
-    noise, law = found.reading_noise, found.certificate.noise
-    print(
-        f"readings: standard deviation {noise.mean_std:.5g} (root mean square), {noise.smallest_std:.5g} at the "
-        "quietest output, projection units"
-    )
-    needed = [test for test in found.certificate.tests if test.needed]
-    others = [test for test in found.certificate.tests if not test.needed]
-    for heading, tests in (
-        ("what the law needs:", needed),
-        ("what Gaussian readings would also need (the certified counts need none of it):", others),
-    ):
-        if tests:
-            print(heading)
-        for test in tests:
-            print(f"  {test.text}: {_outcome(test)}")
-    for remark in found.certificate.remarks:
-        if "law" in remark or "by the description" in remark:
-            print(wrapped(remark))
-    for entry in found.certificate.trust:
-        print(wrapped(entry.line))
-    if law is None:
-        print("certified noise: none")
-        return
-    numbered = law.model_dump(exclude_none=True)
-    numbers = ", ".join(f"{key} {_number(value)}" for key, value in numbered.items() if key != "law")
-    stated = f"certified noise: {law.law.replace('_', ' ')}, {numbers}"
-    print(wrapped(f"{stated}; wrong with probability {found.certificate.beta:g}"))
-    if isinstance(law, GaussianLaw):
-        print(
-            f"it is a lower limit; more --readings than {noise.readings} bring it closer to {noise.smallest_std:.5g}, "
-            "the noise of the quietest output"
-        )
-
-
-def print_temperatures(law: TemperatureLaw | TemperatureTable, name: str, n_inputs: int, steps: int) -> None:
-    """Print how temperature sets the noise, at some temperatures over the working range."""
-    temperatures = np.linspace(*law.temperatures_c, steps).tolist()
-    columns: tuple[str, ...] = ("°C", "noise of a reading", "entries of the matrix, rms")
-    if isinstance(law, TemperatureTable):
-        rows = [(f"{t:.1f}", f"{law.std(t):.5g}", f"{law.size(t):.5g}") for t in temperatures]
-    else:
-        thermal = law.thermal_e2_per_k > 0
-        columns = ("°C", "dark current, e⁻/s", "dark charge, e⁻", "noise of a reading", "dark share")
-        columns = (*columns, *(("thermal share",) if thermal else ()), "back, °C")
-        rows = [
-            (
-                f"{t:.1f}",
-                f"{law.dark.current_e_per_s(t):.4g}",
-                f"{law.dark_e(t):.4g}",
-                f"{law.std(t):.4g}",
-                f"{law.dark_share(t):.2%}",
-                *((f"{law.thermal_share(t):.2%}",) if thermal else ()),
-                f"{law.temperature_c(law.std(t)):.1f}",
-            )
-            for t in temperatures
-        ]
-    print_table(f"{name}: random ternary vectors, {n_inputs} inputs", columns, rows)
-
-
-def write_report(calibration: Calibration, path: Path) -> None:
-    """Write the report, a self-contained HTML page."""
-    certificate, transfer = calibration.certificate, calibration.transfer
-    law = {} if certificate.noise is None else certificate.noise.model_dump(exclude_none=True)
-    page = html_page(
-        "calibration.html",
-        title=f"Calibration of {certificate.device}",
-        certificate=certificate,
-        transfer=transfer,
-        noise=calibration.reading_noise,
-        alarm=FAMILY_ALARM,
-        law=_LAWS[law["law"]] if law else None,
-        numbers=[
-            {"constant": WORDS[key], "value": _number(value), "unit": unit_of(key), "key": key}
-            for key, value in law.items()
-            if key != "law"
-        ],
-        constants=[
-            {
-                "constant": WORDS.get(key, key),
-                **dict(zip(("estimate", "limits", "described", "unit"), shown(key, found), strict=True)),
-                "key": key,
-            }
-            for key, found in certificate.estimates.items()
-        ],
-        transfer_figure=None
-        if transfer is None
-        else data_url(png_bytes(transfer_figure(certificate, transfer))),
-        tests=[
-            {
-                "property": test.text,
-                "distance from it": f"{test.standard_errors:.2f} standard errors"
-                if test.standard_errors < _CAP
-                else f"above {_CAP:g} standard errors",
-                "holds": _outcome(test),
-                "for the law": "needed" if test.needed else "not needed",
-            }
-            for test in certificate.tests
-        ],
-        failed=[n for n, test in enumerate(certificate.tests) if test.needed and not test.holds],
-        readings_figure=data_url(png_bytes(readings_figure(calibration.readings))),
-    )
-    path.write_text(page, encoding="utf-8")
-
-
-def shown(key: str, found: Limits) -> tuple[str, str, str, str]:
-    """Return an estimate, its limits, the described number, and the unit with a note on unusual limits."""
-    return (
-        f"{found.value:.5g}",
-        f"{found.low:.5g} to {found.high:.5g}",
-        "-" if found.described is None else f"{found.described:.5g}",
-        unit_of(key) + (", limits as certified" if key == "light_noise" else ""),  # at a share of its beta
-    )
-
-
-def _number(value: float | str) -> str:
-    """Return a number as text, or the name of a law, such as the light power's, in words."""
-    return value.replace("_", "-") if isinstance(value, str) else f"{value:.6g}"

@@ -185,18 +185,7 @@ def fit(
     replicates: int = 200,
     seed: int = 0,
 ) -> ConductanceFit:
-    """Fit the published forms by maximum likelihood, with limits.
-
-    Args:
-        data: the measurements.
-        shape: the form, or None to choose it.
-        confidence: of each constant's limits, in (0, 1).
-        replicates: of the bootstrap, at least 20.
-        seed: of the bootstrap.
-
-    Raises:
-        ConfigError: the measurements are in other units than their targets.
-    """
+    """Fit the published forms (`shape`, or None to choose it) by maximum likelihood, with limits of a bootstrap."""
     checks.in_unit_interval(confidence=confidence)
     checks.integer(minimum=20, replicates=replicates)
     # 1. Refuse values in other units than their targets, judged at the earliest times, since drift lowers later ones.
@@ -391,17 +380,8 @@ def read_measurements(path: str | Path, g_max_us: float | None = None) -> tuple[
     """Read a table with a header: conductance_us, programmed_us, time_s or input, weight, time_s, reading.
 
     Units may be left out of the names. A column `device` names the programmed device of each line; without it every
-    line is another device. Other columns are ignored.
-
-    Args:
-        path: text with commas, semicolons or tabs between columns.
-        g_max_us: conductance of a weight of 1, microsiemens; None takes the largest target.
-
-    Returns:
-        The measurements and g_max, which conductances determine; for products it is as given.
-
-    Raises:
-        ConfigError: the file cannot be read, lacks a column, or has a cell that is no number in its range.
+    line is another device. Other columns are ignored. Conductances determine g_max, the conductance of a weight of 1,
+    by the largest target unless it is given; it is the second value. ConfigError names a line that is at fault.
     """
     name = str(path)
     try:
@@ -468,9 +448,6 @@ def fitted_description(
 
     Each fitted number has the status ``fitted``, and a source with the file, its digest and the number's limits. A fit
     of products replaces converters and noise of products too: single readings do not tell them apart from programming.
-
-    Raises:
-        ConfigError: the other description is no crossbar.
     """
     base = load_description(like)
     if base.crossbar is None:
@@ -634,11 +611,7 @@ def _place(name: str, header: list[str]) -> list[int]:
 
 
 def _numbers(path: str, lines: list[list[str]], column: int, name: str) -> np.ndarray:
-    """Return a column's numbers.
-
-    Raises:
-        ConfigError: a cell is no number in its range; the message names its line.
-    """
+    """Return a column's numbers; ConfigError names the line of a cell that is no number in its range."""
     found = []
     for number, row in enumerate(lines[1:], start=2):
         cell = row[column].strip() if column < len(row) else ""

@@ -95,19 +95,10 @@ class FlatSeries:
 
 
 def take_series(take: TakeFrames, levels: Sequence[Level], *, frames: int, groups: int = 40) -> FlatSeries:
-    """Take frames at every level and keep their sums.
+    """Take frames at every level and keep their sums over at least 10 groups of pixels.
 
     Half of each level's frames are taken in the order of the levels, half in the opposite order, so that a drift that
     is linear in time moves all levels alike.
-
-    Args:
-        take: see `TakeFrames`; `opusim.devices.camera.CameraDevice.flat_frames` is one.
-        levels: the settings.
-        frames: frames of each level, at least 2.
-        groups: groups of pixels, at least 10.
-
-    Raises:
-        ValueError: fewer pixels than two a group.
     """
     checks.integer(frames=frames, minimum=2)
     there = [_Half.of(take(frames - frames // 2, **vars(level)), groups) for level in levels]
@@ -153,16 +144,7 @@ class _Half:
 
 
 def sums_of(frames: np.ndarray, kept: np.ndarray, groups: int) -> np.ndarray:
-    """Sums of one setting's frames over some of their pixels, in the same groups of pixels; see `FlatSeries.sums`.
-
-    Args:
-        frames: DN, shape (frames, pixels), at least 4.
-        kept: the pixels, indices.
-        groups: groups of pixels; each must hold a kept one.
-
-    Returns:
-        Shape (groups, 4).
-    """
+    """Sums (groups, 4) of one setting's frames, DN, over the kept pixels in groups of pixels; see `FlatSeries.sums`."""
     half = len(frames) // 2
     first, second = (_Half.of(part[:, kept], groups) for part in (frames[:half], frames[half:]))
     return _sums(first, second, groups, kept % groups)
@@ -209,16 +191,7 @@ class Estimate:
 
 
 def jackknife(sums: np.ndarray, statistic: Statistic, *, confidence: float) -> dict[str, Estimate]:
-    """Return the estimates of a statistic's numbers from sums over groups of pixels.
-
-    Args:
-        sums: sums of each group of pixels, shape (groups, ...), at least 10 groups.
-        statistic: takes the sums over groups, shape (...), to named numbers.
-        confidence: of each single interval, in (0, 1).
-
-    Raises:
-        ValueError: too few groups, or a confidence out of range.
-    """
+    """Return the estimates of a statistic's named numbers, from sums over at least 10 groups of pixels."""
     groups = len(sums)
     checks.integer(groups=groups, minimum=10, remedy="record more pixels")
     checks.in_range(0.01, 1 - 1e-12, confidence=confidence)
@@ -254,17 +227,8 @@ def decorrelation_time(
     """Return the time tau after which the field's correlation has fallen to 1/e, from intensities.
 
     cov(I(0), I(t)) / cov(I(0), I'(0)) = |rho(t)|^2 = exp(-2 t / tau) over pixels, for circular Gaussian fields
-    (Siegert); I and I' are two frames at time 0, whose noises are independent, so that noise falls out.
-
-    Args:
-        first: frames at time 0, shape (patterns, pixels), DN, at least two patterns with equally many mirrors on.
-        again: the same patterns, at time 0 once more.
-        later: the same patterns, after the time elapsed.
-        elapsed_s: seconds, above 0; best about a third of the time sought.
-        confidence: of the interval, in (0, 1).
-
-    Raises:
-        ValueError: shapes differ, or the frames show no correlation.
+    (Siegert); I and I' (`again`) are two frames at time 0, whose noises are independent, so that noise falls out.
+    Frames (patterns, pixels) show equally many mirrors on each; the elapsed time is best about a third of tau.
     """
     checks.positive(elapsed_s=elapsed_s)
     checks.shape(first.shape, again=again, later=later)
@@ -303,14 +267,8 @@ _FLAT, _FREE = 1e-9, 0.01  # relative curvature, and share of the noise in a dir
 def dark_noise_dn(frames: np.ndarray, *, confidence: float, is_rounded: bool = True) -> Estimate:
     """Return the standard deviation of a pixel from frame to frame, DN, corrected for rounding.
 
-    Args:
-        frames: frames of one setting, at least 4, shape (frames, pixels), DN; whole numbers if is_rounded.
-        confidence: of the limits, in [0.01, 1).
-        is_rounded: whether numbers come from a converter.
-
-    Raises:
-        ValueError: too few frames, or codes that do not determine the noise: almost none differ, or all lie about one
-            step.
+    ValueError: fewer than 4 frames, or codes that do not determine the noise: almost none differ, or all lie about one
+    step.
     """
     checks.shape((None, None), frames=frames)
     checks.integer(frames=len(frames), minimum=4)

@@ -47,7 +47,7 @@ from opusim.calibration.frames import (
     sums_of,
     take_series,
 )
-from opusim.calibration.independence import largest_deviate_p_value
+from opusim.calibration.reading_noise import largest_deviate_p_value
 from opusim.p_values import chi_squared_p_value
 
 _MOST = 10.0  # relative standard deviation beyond which no root is searched
@@ -70,12 +70,9 @@ class LightNoise:
     light: np.ndarray
 
     def and_frames(self, frames: np.ndarray, blank_dn: float, steady: np.ndarray) -> LightNoise:
-        """Return these settings and one more.
+        """Return these settings and one more, of frames (frames, pixels), DN.
 
-        Args:
-            frames: as they were taken, DN, shape (frames, pixels).
-            blank_dn: mean of blank frames at the same setting.
-            steady: the same frames at mean power, from which the pixels' own noise is taken.
+        `steady` are the same frames at mean power, from which the pixels' own noise is taken.
         """
         means = frames.mean(axis=1, dtype=np.float64)
         dn = steady.astype(np.float64)
@@ -165,13 +162,7 @@ class TransferLine:
 
     @classmethod
     def of(cls, mean: np.ndarray, variance: np.ndarray, weights: np.ndarray) -> TransferLine:
-        """Fit both by weighted least squares.
-
-        Args:
-            mean: of each level, above that at which the noise is wanted, DN.
-            variance: temporal, of each level, DN^2.
-            weights: proportional to one over the variance of each variance.
-        """
+        """Fit both by weighted least squares to each level's mean, DN, and temporal variance, DN^2."""
         floor, gain = weighted_line(mean, variance, weights)
         unit = float(np.max(np.abs(mean)))
         columns = np.stack([np.ones_like(mean), mean / unit, np.square(mean / unit)], axis=1)
@@ -203,13 +194,7 @@ class PhotonTransfer:
     warm: FlatSeries | None = None
 
     def used(self) -> np.ndarray:
-        """Return the levels of the light series between rounding and saturation, indices.
-
-        Their means lie at most 0.7 of the way from the first mean to the saturated one.
-
-        Raises:
-            ValueError: fewer than four are left.
-        """
+        """Return the light levels between rounding and saturation: means of at most 0.7 of the saturated one."""
         means, variances = self.light.means(), self.light.variances()
         below = means[0] + 0.7 * (means[-1] - means[0])
         least = LEAST_VARIANCE_DN2 if self.is_rounded else 0.0
@@ -258,11 +243,7 @@ class PhotonTransfer:
         )
 
     def black_noise(self, blank: np.ndarray) -> LightNoise:
-        """Return the variation of the black level from frame to frame, by the means of frames without light.
-
-        Args:
-            blank: blank frames, DN, shape (frames, pixels), besides those of the series.
-        """
+        """Return the variation of the black level by the means of frames without light, the series' and more, DN."""
         # the sum of few codes that change has no chi-squared variance
         least = _LEAST_TOGGLING * self.is_rounded
         dark = [
@@ -332,11 +313,7 @@ class PhotonTransfer:
         return np.asarray(least + np.maximum(gain * light_dn, 0.0))
 
     def sums_of_line(self, weights: np.ndarray) -> list[Estimate]:
-        """Return weighted sums of the straight line's start and slope, with limits at a confidence of a half.
-
-        Args:
-            weights: of the variance without light and of the gain, shape (sums, 2).
-        """
+        """Return sums of the line's start and slope, weighted by (sums, 2), with limits at a confidence of a half."""
 
         def sums(total: np.ndarray) -> dict[str, float]:
             values = weights @ np.array(self._straight(total)[1:])
@@ -505,17 +482,7 @@ class Plan:
 def take_photon_transfer(
     take: TakeFrames, plan: Plan, *, exposure_us: float, is_rounded: bool = True
 ) -> PhotonTransfer:
-    """Find the saturating light and an exposure long enough for dark current, then take the series.
-
-    Args:
-        take: see `TakeFrames`.
-        plan: the size of the series.
-        exposure_us: the operating exposure.
-        is_rounded: whether numbers come from a converter.
-
-    Raises:
-        ValueError: no light saturates the sensor.
-    """
+    """Find the saturating light (or ValueError) and an exposure long enough for dark current, then take the series."""
     cold, hot = plan.temperatures_c or (None, None)
     # The saturating light, by doubling it until the rise of the mean no longer doubles.
     blank = take(_PILOT_FRAMES, photons=0.0)

@@ -103,21 +103,7 @@ class Recording:
 
 
 def record(take: TakeFrames, recording: Recording, folder: Path, *, exposure_us: float) -> Path:
-    """Take the frames and write them.
-
-    Args:
-        take: see `TakeFrames`; its pixels fill images row by row.
-        recording: what to record.
-        folder: a new or empty folder.
-        exposure_us: the device's exposure.
-
-    Returns:
-        The descriptor's path.
-
-    Raises:
-        FileExistsError: the folder holds something.
-        ValueError: the frames have another number of pixels than the images, or numbers beyond the bits.
-    """
+    """Take the frames, which fill images row by row, write them into a new folder, and return the descriptor's path."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; give a new folder, so that no frames are mixed")
@@ -231,15 +217,10 @@ class RecordedFrames:
 
 
 def read_frames(path: Path, *, bits: int | None = None, packing: Packing | None = None) -> RecordedFrames:
-    """Read what a laboratory recorded.
+    """Read what a laboratory recorded: a folder, an EMVA 1288 descriptor, or a file of arrays.
 
-    Args:
-        path: a folder, an EMVA 1288 descriptor, or a file of arrays.
-        bits: of the converter, if the files do not say so or say it wrongly; None to find it.
-        packing: of bytes that hold packed numbers, in .npy files and arrays; None for whole numbers.
-
-    Raises:
-        ConfigError: no frames, frames that cannot be evaluated, or a file that cannot be read.
+    `bits` of the converter count if the files do not say so or say it wrongly; `packing` is of bytes that hold packed
+    numbers. ConfigError: no frames, frames that cannot be evaluated, or a file that cannot be read.
     """
     if path.suffix.lower() in _ARRAYS and path.is_file():
         layout, (levels, stated) = f"{path.suffix} file of arrays", _of_array_file(path)
@@ -262,11 +243,7 @@ def inspected(
     bits: int | None = None,
     packing: Packing | None = None,
 ) -> RecordedFrames:
-    """Look at every number once, for the number and size of the frames and the bits that are set.
-
-    Raises:
-        ConfigError: fewer than two frames at a level, images of several sizes, or numbers that no converter gave.
-    """
+    """Look at every number once, for the number and size of the frames and the bits that are set."""
     ordered = sorted(levels, key=lambda level: (not level.is_dark, level.exposure_us, level.photons or 0.0))
     shapes, used, largest, word = set(), 0, 0, 0
     for level in ordered:
@@ -508,11 +485,7 @@ def _of_array_file(path: Path) -> tuple[list[RecordedLevel], int | None]:
 
 
 def levels_of(path: Path, arrays: Mapping[str, np.ndarray]) -> tuple[list[RecordedLevel], int | None]:
-    """Return the levels of named arrays (see the module), and the stated bits.
-
-    Raises:
-        ConfigError: an array is missing or has another shape.
-    """
+    """Return the levels of named arrays (see the module), and the stated bits."""
     levels = []
     for kind in ("dark", "flat"):
         missing = [name for name in (kind, f"{kind}_exposure_us") if name not in arrays]

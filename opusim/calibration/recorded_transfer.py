@@ -105,15 +105,7 @@ class ReducedLevel:
 
 
 def reduced(frames: RecordedFrames, *, progress: Show = True) -> RecordedTransfer:
-    """Reduce every level to sums.
-
-    Args:
-        frames: the recording.
-        progress: whether to show a bar of the levels; see `opusim.progress.Show`.
-
-    Raises:
-        ConfigError: too few pixels, or no dark or no flat frames.
-    """
+    """Reduce every level to sums; ConfigError if there are too few pixels, or no dark or no flat frames."""
     found = []
     with Progress("calibrate", "levels", show=progress) as bar:
         bar.start(len(frames.levels))
@@ -482,13 +474,9 @@ class RecordedTransfer:
 
 
 def require_lawful(transfer: RecordedTransfer) -> tuple[str, ...]:
-    """Refuse frames that no photon transfer can be read from, and name the cause.
+    """Refuse frames that no photon transfer can be read from, for a cause of the module's list.
 
-    Returns:
-        Remarks on what frames do not tell, one line each.
-
-    Raises:
-        ConfigError: a cause of the module's list, with the level that shows it best.
+    Returns remarks on what frames do not tell, one line each.
     """
     refused = transfer.frames.refused
     for each, saturated, variance in zip(

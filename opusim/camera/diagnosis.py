@@ -177,10 +177,6 @@ def _shared_squares(frames: np.ndarray, light: np.ndarray) -> tuple[float, float
     With E_k the differences of successive repeats of a frame and v_j = Var E_kj, sums G_kl = sum_j E_kj E_lj, k < l,
     of independent outputs have mean 0 and variance V = sum_j v_j^2. The first number is the mean over frames and pairs
     of G_kl^2 / V, minus 1. If outputs share D_k p_j, G_kl^2 has the mean (Var D)^2 |p|^4 more.
-
-    Args:
-        frames: shape (repeats, frames, outputs).
-        light: shape (frames, outputs).
     """
     even = len(frames) - len(frames) % 2
     differences = (frames[1:even:2] - frames[0:even:2]).transpose(1, 0, 2)  # (frames, pairs, outputs)
@@ -207,13 +203,7 @@ def _shared_squares(frames: np.ndarray, light: np.ndarray) -> tuple[float, float
 
 
 def diagnose(first: FrameLook | None, now: FrameLook | None, *, tolerated: float) -> tuple[str, str] | None:
-    """Return the fault that a look shows and its remedy; None if frames show none, are dark or are missing.
-
-    Args:
-        first: the look at the beginning.
-        now: the later one, at the same outputs.
-        tolerated: share of the outputs that may be silent.
-    """
+    """Return the fault that a look shows and its remedy; None if frames show none, are dark or are missing."""
     if first is None or now is None:
         return None
     # Frames that repeat the one before, or are constant and darker than before; not if nearly all are.
@@ -274,13 +264,7 @@ _STUCK_REMEDY = "have the mirror array repaired, or begin a new run"
 
 
 class _Change:
-    """What differs between two looks at the outputs that are not silent.
-
-    Args:
-        first: the look at the beginning.
-        now: the later one.
-        alive: which outputs count, shape (outputs,).
-    """
+    """What differs between two looks at the outputs that are alive, not silent."""
 
     def __init__(self, first: FrameLook, now: FrameLook, alive: np.ndarray) -> None:
         self._first, self._now, self._alive = first, now, alive
@@ -404,16 +388,8 @@ def shared_scatter(
 ) -> dict[str, tuple[float, float]]:
     """Return how much means over outputs scatter from look to look by shared noise, and by independent noise.
 
-    Args:
-        taken: readings of the reference vectors, shape (looks, vectors, n_outputs).
-        blank: readings of nothing, shape (readings, n_outputs).
-        weights: of each output in the blank readings' mean square.
-        spread: as for `Baseline`.
-        power: mean square of the reference signal.
-
-    Returns:
-        For the keys blank, slope and difference: the numbers of `Baseline`, and the standard deviations that
-        independent outputs would have.
+    The keys are blank, slope and difference; readings (looks, vectors, n_outputs) are `taken` of the reference vectors,
+    `spread` is as for `Baseline`, and `power` is the mean square of the reference signal.
     """
     reference, noise = taken.mean(axis=0), taken.var(axis=0, ddof=1).mean(axis=0)
     squares = np.mean(weights * np.square(blank - blank.mean(axis=0)), axis=1)
@@ -433,13 +409,8 @@ def shared_scatter(
 def _shared(values: np.ndarray, own: float) -> float:
     """Return an upper limit of the standard deviation of successive looks' numbers beyond that of independent noise.
 
-    Args:
-        values: one for each look.
-        own: standard deviation if outputs are independent. Up to three standard errors above it, nothing is shared.
-
-    Returns:
-        The root of the excess and two standard errors of the variance, times 1 + 2 (sum of the first `_LAGS`
-        autocorrelations) if that is above 1, so that over sqrt n it is the error of a mean of n looks.
+    That is the root of the excess over `own` and two standard errors of the variance, times 1 + 2 (sum of the first
+    `_LAGS` autocorrelations) if that is above 1, so that over sqrt n it is the error of a mean of n looks.
     """
     centred = values - values.mean()
     count, variance = len(values), float(values.var(ddof=1))

@@ -107,12 +107,6 @@ class Recovery:
         """Var[y] = scale^2 times the sum of the frames' variances times their squared weights.
 
         The anchor counts as known: its error is the same for every reading, so it is a bias and no noise.
-
-        Args:
-            frame_variances_dn2: DN squared, shape (frames, ..., n_outputs).
-
-        Returns:
-            Squared projection units, shape (..., n_outputs).
         """
         total = np.tensordot(np.square(self.weights), frame_variances_dn2, axes=1)
         return np.asarray(np.square(self.decode()[0]) * total)
@@ -194,11 +188,7 @@ class Exposure:
         return np.asarray(self.mean_power * self.light_of(np.sum(np.square(field), axis=0)) + self.dark_e)
 
     def moments(self, rates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and variance of numbers with these rates, at constant power: shape (..., n_outputs), DN, DN^2.
-
-        Args:
-            rates: expected electrons, shape (..., n_outputs).
-        """
+        """Return mean and variance of numbers with rates in electrons, at constant power: DN, DN^2, elementwise."""
         return self.sensor.moments(rates, self.offset_e)
 
     def power_covariance(self, frames: int) -> np.ndarray | None:
@@ -210,28 +200,11 @@ class Exposure:
         return 0.0
 
     def expose(self, field: torch.Tensor, stream: NoiseStream) -> torch.Tensor:
-        """Return the digital numbers of frames.
-
-        Args:
-            field: float32, shape (2, frames, n_outputs), mirror units, on the CPU.
-            stream: source of the noise; takes one reading of it.
-
-        Returns:
-            float32, shape (frames, n_outputs), DN.
-        """
+        """Return digital numbers (frames, n_outputs) of fields (2, frames, n_outputs); takes one reading."""
         return self._expose(field, self._pixel, stream)
 
     def expose_uniform(self, photons: float, frames: int, stream: NoiseStream) -> np.ndarray:
-        """Return frames under uniform light: rate = (quantum_efficiency photons + bias) (1 + PRNU) + dark charge.
-
-        Args:
-            photons: mean photons on a pixel in the exposure.
-            frames: how many.
-            stream: source of the noise; takes one reading of it.
-
-        Returns:
-            float32, shape (frames, n_outputs), DN.
-        """
+        """Return frames under uniform light: rate = (quantum_efficiency photons + bias) (1 + PRNU) + dark charge."""
         pixel = self._pixel.copy()
         pixel[1] += self.light.quantum_efficiency * photons * self.response
         dark = torch.zeros((1, 1, 1)).expand(2, frames, self.response.size)
@@ -240,14 +213,7 @@ class Exposure:
     def mean_of(
         self, field: torch.Tensor | Callable[[int], torch.Tensor], frames: int, stream: NoiseStream
     ) -> np.ndarray:
-        """Return the mean digital numbers of many exposures, float64, shape (n_outputs,).
-
-        Args:
-            field: of every frame, shape (2, 1, n_outputs), or a function that returns the next frames' fields, given
-                their number.
-            frames: how many.
-            stream: source of the noise.
-        """
+        """Return the mean numbers of many exposures of a field, or of fields that a function returns by number."""
         total = np.zeros(self.response.size)
         for start in range(0, frames, _FRAMES_AT_ONCE):
             pause()
@@ -265,16 +231,10 @@ class Exposure:
         shift: np.ndarray,
         stream: NoiseStream,
     ) -> None:
-        """Expose the four frames of each row, and write the projection recovered from them into y.
+        """Expose the four frames of each row, and write the projection recovered from them into y; see `recover_rows`.
 
-        Args:
-            y: float32, shape (rows, n_outputs), is overwritten.
-            field: float32, shape (2, 2 rows, n_outputs): the positive frames' fields, then the negative ones'.
-            total: fields of a frame and its complement together, the anchor's if mirrors are sound: float32, shape
-                (2, n_outputs).
-            decode: as `Recovery.decode` gives it.
-            shift: float64, shape (rows,).
-            stream: source of the noise; takes one reading of it.
+        `field` has the positive frames' fields, then the negative ones'; `total` those of a frame and its complement
+        together, the anchor's if mirrors are sound. Takes one reading of the stream.
         """
         rows = y.shape[0]
         parts = field.view(2, 2, rows, -1).transpose(0, 1).reshape(4, rows, -1).numpy()
@@ -329,17 +289,8 @@ def saturated_shares(
 
     The anchor's field u_a is known; given it, a frame's field is f u_a plus a circular Gaussian of variance
     2 mirrors f (1 - f), so |u|^2 has a noncentral chi-squared law with two degrees of freedom, or 2 M with M modes. No
-    field is computed.
-
-    Args:
-        exposure: the camera's stages.
-        anchor: field of the anchor, shape (2 modes, n_outputs), mirror units.
-        reference: field of a reference beam in each of its steps, shape (2, steps), or None if there is none; the
-            fullest step then counts.
-
-    Returns:
-        The share at f = 1, the anchor without a reference, over all outputs, and at `FRAME_SHARES` over the first
-        1,024.
+    field is computed. Of a reference beam the fullest step counts. f = 1 is the anchor without a reference, over all
+    outputs; `FRAME_SHARES` are over the first 1,024.
     """
     room_e = exposure.sensor.saturation_e - exposure.dark_e - exposure.offset_e
     with np.errstate(divide="ignore"):
@@ -422,19 +373,11 @@ class CountLaw:
     shortest_us: float = 0.0
 
     def dark_e(self, point: OperatingPoint) -> float:
-        """Return the dark charge of a frame, electrons.
-
-        Raises:
-            ValueError: the sensor does not work at this temperature.
-        """
+        """Return the dark charge of a frame, electrons; ValueError if the sensor does not work at this temperature."""
         return self._dark_e(self.dark, point)
 
     def credited_dark_e(self, point: OperatingPoint) -> float:
-        """Return the dark charge of a frame that a guarantee may rest on, electrons: at most `dark_e`.
-
-        Raises:
-            ValueError: the sensor does not work at this temperature.
-        """
+        """Return the dark charge of a frame that a guarantee may rest on, electrons: at most `dark_e`."""
         return self._dark_e(None if self.dark is None else self.dark.credited(), point)
 
     def _dark_e(self, dark: DarkCurrent | None, point: OperatingPoint) -> float:
@@ -452,11 +395,7 @@ class CountLaw:
         return self.rates_with(point, self.credited_dark_e(point))
 
     def rates_with(self, point: OperatingPoint, dark_e: float) -> np.ndarray:
-        """Return the expected electrons without ambient light, at a dark charge of a frame in electrons.
-
-        Raises:
-            ValueError: the exposure differs, and frames average the laser's power.
-        """
+        """Return the expected electrons without ambient light, at a dark charge of a frame in electrons."""
         if self.averages and point.exposure != 1:
             raise ValueError(
                 f"exposure = {point.exposure:g}: frames average the laser's power (camera.light.power.averages), whose "
@@ -524,14 +463,9 @@ class ReferenceBeam:
         return self.amplitude * np.stack([np.cos(phases), np.sin(phases)])
 
     def shown(self, field: torch.Tensor, stream: NoiseStream | None = None) -> torch.Tensor:
-        """Return the fields of all frames of some vectors.
+        """Return the fields (2, 2 steps, rows, pixels) of all frames, from the positive and then the negative frames'.
 
-        Args:
-            field: shape (2, 2 rows, pixels): real and imaginary part, of the positive frames, then of the negative.
-            stream: source of the path's vibration; a path at rest has none.
-
-        Returns:
-            Shape (2, 2 steps, rows, pixels), of the field's type; rows are shown in turn, each by its frames in order.
+        Rows are shown in turn, each by its frames in order. The stream makes the path vibrate; a path at rest has none.
         """
         rows = field.shape[1] // 2
         beam = torch.from_numpy(self.in_turn(rows, stream)).to(field.dtype)

@@ -54,13 +54,7 @@ from scipy.special import ndtr, ndtri
 from typing_extensions import override
 
 from opusim import checks
-from opusim.camera.exposure import (
-    FRAME_SIGNS,
-    MOST_SATURATED,
-    Exposure,
-    Recovery,
-    ReferenceBeam,
-)
+from opusim.camera.exposure import FRAME_SIGNS, MOST_SATURATED, Exposure, Recovery, ReferenceBeam
 from opusim.camera.speckle import FaultyMirrors, Speckle, SpeckleLaw, grid_point, medium_weights
 from opusim.camera.stages import Sensor, fill_counts, frame_normals, pixel_normals
 from opusim.description.camera import (
@@ -122,11 +116,7 @@ class Laser:
 
     @property
     def power(self) -> LightPower:
-        """The law of W in a frame, drift included.
-
-        Raises:
-            ValueError: both parts together exceed the law's largest standard deviation.
-        """
+        """The law of W in a frame, drift included; ValueError if both exceed the law's largest standard deviation."""
         square = self._rms**2 + self._drift_rms**2
         if self._law == "log_normal":
             square += (self._rms * self._drift_rms) ** 2
@@ -143,12 +133,7 @@ class Laser:
         self.mean = float(LightPower(law=self._law, rms=self._drift_rms).of_normal(h))
 
     def powers(self, frames: int, stream: NoiseStream) -> np.ndarray:
-        """Return the powers of frames that are exposed in turn, float64, shape (frames,).
-
-        Args:
-            frames: at least 1.
-            stream: source of the noise; takes one reading of it.
-        """
+        """Return the powers of frames that are exposed in turn, float64; takes one reading of the stream."""
         if self._exposure is not None:
             # Means of x over exposures in turn, exact. Given x_0 at its beginning, an exposure's mean m and its end x_1
             # are Gaussian with the means x_0 (1 - e^-a) / a and x_0 e^-a, the variances (2 a - 3 + 4 e^-a - e^-2a) /
@@ -269,12 +254,7 @@ class UnevenReadOut:
         return np.sqrt(np.square(read_noise_e * self.read_scale) + self.row_e**2 + self.column_e**2)
 
     def electrons(self, frames: int, stream: NoiseStream) -> np.ndarray:
-        """Return row and column noise and levels of frames that are exposed in turn, electrons, (frames, n_outputs).
-
-        Args:
-            frames: at least 1.
-            stream: source; takes one reading of it for each of the three that is on.
-        """
+        """Return row and column noise and levels of frames in turn, electrons; takes a reading for each that is on."""
         total = np.zeros((frames, self.rows.size))
         for std, line in ((self.row_e, self.rows), (self.column_e, self.columns)):
             if std:
@@ -528,14 +508,7 @@ def _frame_correlation(description: DeviceDescription, n_outputs: int, time_us: 
 
 
 def laser_of(description: DeviceDescription, power: PowerSettings, n_outputs: int, seed: int | None) -> Laser:
-    """Return a laser whose power fluctuates.
-
-    Args:
-        description: of its camera.
-        power: the section of the description.
-        n_outputs: of the window, which sets the time from frame to frame.
-        seed: of the slow drift; None draws one.
-    """
+    """Return a laser whose power fluctuates; the seed of its slow drift is drawn if it is None."""
     drift_s, tau_us, exposure, camera = power.drift_s, power.correlation_us, None, description.camera
     if power.averages and tau_us is not None and camera is not None:
         exposed_us = camera.light.exposure_us
@@ -559,16 +532,7 @@ def exposure_of(
     temperature_c: float | None = None,
     laser: Laser | None = None,
 ) -> Exposure:
-    """Return the camera's stages at some pixels.
-
-    Args:
-        description: one with a camera.
-        mirrors: mirrors of the anchor.
-        pixels: numbers of the outputs' pixels, int64, increasing.
-        exposure_us: another exposure than the description's, microseconds.
-        temperature_c: another temperature, degrees Celsius.
-        laser: the laser, if its power fluctuates.
-    """
+    """Return the camera's stages at some pixels, by increasing number; None: exposure and temperature as described."""
     camera, medium = camera_sections(description)
     light = camera.light
     if exposure_us is not None:
@@ -633,17 +597,7 @@ def sensor_of(camera: CameraSettings, frames: FrameSettings) -> Sensor:
 def dark_charge_e(
     camera: CameraSettings, exposure_us: float, temperature_c: float | None = None, *, credited: bool = False
 ) -> float:
-    """Return the dark charge of a frame, electrons: current times exposure; 0 if dark current is off.
-
-    Args:
-        camera: the section of the description.
-        exposure_us: of the frame, microseconds.
-        temperature_c: another temperature than the description's, degrees Celsius.
-        credited: whether to count only the charge that a guarantee may rest on.
-
-    Raises:
-        ValueError: the sensor does not work at this temperature.
-    """
+    """Return the dark charge of a frame (that a guarantee may rest on), electrons: current times exposure; 0 if off."""
     law = camera.dark_law()
     if camera.dark is None or law is None:
         return 0.0
@@ -652,11 +606,7 @@ def dark_charge_e(
 
 
 def camera_sections(description: DeviceDescription) -> tuple[CameraSettings, MediumSettings]:
-    """Return the two sections that a twin needs.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Return the two sections that a twin needs; ConfigError if one is missing."""
     if description.camera is None or description.medium is None:
         key = "medium" if description.medium is None else "camera"
         raise ConfigError(description.name, key, "missing; a camera needs [medium] and [camera]")
@@ -740,13 +690,8 @@ _FALLS_FROM_DN = 0.23
 def count_boxes(exposure: Exposure, recovery: Recovery, largest_fields: np.ndarray) -> PhotonCountNoise:
     """Return the counts of a reading's frames at each output, with boxes of rates.
 
-    Rates lie between bias light with dark current, and those of the largest fields with ambient light.
-
-    Args:
-        exposure: the camera's stages.
-        recovery: how readings are decoded, with the exact anchor.
-        largest_fields: upper limits of the fields of a reading's frames, shape (frames, pixels), with the neighbours
-            that cross-talk needs.
+    Rates lie between bias light with dark current, and those of the largest fields with ambient light; fields,
+    (frames, pixels), have the neighbours that cross-talk needs. Readings are decoded with the exact anchor.
     """
     high = exposure.dark_e + exposure.light_of(np.square(largest_fields))
     low = np.broadcast_to(exposure.floor_e, high.shape)
@@ -800,13 +745,7 @@ def count_weights(exposure: Exposure, recovery: Recovery) -> np.ndarray:
 
 
 def under_power(boxes: PhotonCountNoise, power: LightPower, weight: np.ndarray) -> FluctuatingCountNoise:
-    """Return the law whose counts at mean power have these boxes.
-
-    Args:
-        boxes: the steady law.
-        power: law of the power.
-        weight: `count_weights`; above those of the boxes if the read-out bends or rounding hides noise.
-    """
+    """Return the law whose counts at mean power have these boxes, with `count_weights`, or more, of the power."""
     light = np.asarray(boxes.rate_high) - np.asarray(boxes.rate_low)
     totals = [np.sum(np.abs(each) * light, axis=0) for each in (weight, np.asarray(boxes.weight))]
     beyond = power.rms**2 * np.maximum(np.square(totals[0]) - np.square(totals[1]), 0.0)
@@ -824,12 +763,7 @@ def under_power(boxes: PhotonCountNoise, power: LightPower, weight: np.ndarray) 
 def rescaled(
     law: PhotonCountNoise | FluctuatingCountNoise, factor: np.ndarray
 ) -> PhotonCountNoise | FluctuatingCountNoise:
-    """Return the law of readings that are `factor` times as large at each output: the same counts in other units.
-
-    Args:
-        law: of readings that are weighted sums of counts.
-        factor: above 0, shape (n_outputs,).
-    """
+    """Return the law of readings that are `factor` times as large at each output: the same counts in other units."""
     square, most = np.square(factor), law.added_variance_high
     return replace(
         law,
@@ -840,11 +774,7 @@ def rescaled(
 
 
 def require_fixed_rates(name: str, settings: CameraSettings) -> None:
-    """Refuse to state a law for a whole run of a medium that moves, or of frames that may be lost.
-
-    Raises:
-        NoiseUnknown: the medium drifts, frames are dropped or repeated, or the bench vibrates.
-    """
+    """Refuse a law for a whole run of a medium that drifts, of frames that may be lost, or of a bench that vibrates."""
     if settings.drift is not None:
         raise NoiseUnknown(
             f"device {name!r}: its medium drifts, so no box holds its rates for a whole run; switch "
@@ -854,12 +784,7 @@ def require_fixed_rates(name: str, settings: CameraSettings) -> None:
 
 
 def require_lawful_readings(name: str, settings: CameraSettings) -> None:
-    """Refuse to state moments or a law of readings that may lack a frame, or whose frames vibrate.
-
-    Raises:
-        NoiseUnknown: frames are dropped or repeated, the bench vibrates, or the medium moves within a call and
-            cross-talk mixes what outputs see of it.
-    """
+    """Refuse moments of readings that may lack a frame, whose frames vibrate, or whose cross-talk mixes a motion."""
     transfer, vibration, drift = settings.transfer, settings.vibration, settings.drift
     if drift is not None and drift.within_call and settings.pixels is not None and settings.pixels.crosstalk:
         raise NoiseUnknown(
@@ -881,17 +806,7 @@ def require_lawful_readings(name: str, settings: CameraSettings) -> None:
 def require_unsaturated(
     name: str, settings: CameraSettings, exposure: Exposure, shares: Mapping[float, float]
 ) -> None:
-    """Refuse a configuration whose frames are full at too many outputs.
-
-    Args:
-        name: of the device.
-        settings: its camera.
-        exposure: the camera's stages.
-        shares: share of full outputs by the share of mirrors that are on (`saturated_shares`).
-
-    Raises:
-        ConfigError: more outputs are full than the description allows.
-    """
+    """Refuse frames that are full at more outputs than the description allows, by `saturated_shares`."""
     allowed = settings.anchor.most_saturated or MOST_SATURATED
     worst = max(shares, key=shares.__getitem__)
     if shares[worst] <= allowed:

@@ -9,7 +9,7 @@ and between two nodes the midpoint m of an interval (a, b) of length 2 d is draw
     X_m = (X_a + X_b) / (2 cosh d) + sqrt(tanh d) Z_m,
 down to the point sought: at most 18 media at any time. Deviations from exp(-|t - s| / tau): at most 2.5e-4 by
 the grid, which moves each of the two times by at most tau / 8192, and 1.2e-7 by the chain, which forgets after two
-nodes. A medium that moves within a call (`opusim.camera.moving`) has a finer grid, of 1/4096 of these steps: the
+nodes. A medium that moves within a call has a finer grid, of 1/4096 of these steps: the
 halving continues, with 12 more media, and media of points between grid points have planes of their own. Entries keep
 the tail cut and the rounding to 2^-12 of `opusim.medium`. Source for the midpoint: the Gaussian law of an
 Ornstein-Uhlenbeck bridge, Gillespie, Phys. Rev. E 54, 2084 (1996), exact for any step.
@@ -32,6 +32,38 @@ and a frame and its complement add up to the same field t = u_a + v for every x.
 Which mirrors are stuck is computed from the medium's seed and the mirror's number. With `leak_speckle` the light that a
 mirror leaks while it is off takes another way than the light that it reflects, through a medium L of its own: e L_i
 stands for e R_i, R_i - e L_i for (1 - e) R_i, and the recovery is as linear as before.
+
+**Motion within a call** (`Motion`). Frame k of a call is exposed k frame periods T after the call began, and sees the
+medium of that time; the medium rests during an exposure. No matrix is formed for a frame, only one for the end of each
+block of 128 to 1,024 frames, whose beginning is the end of the block before.
+Between the times 0 and D of a block's ends, in units of tau, a process x given its ends is Gaussian
+(Ornstein-Uhlenbeck bridge),
+    E x(t) = x(0) sinh(D - t) / sinh(D) + x(D) sinh(t) / sinh(D),
+    Cov[x(s), x(t)] = 2 sinh(s) sinh(D - t) / sinh(D),   s <= t,
+and entries are independent, so that the fields u_k = sum_i R_i(t_k) a_ki of frames with mirror amplitudes a_k, given
+the fields at both ends, are Gaussian with the mean above and the covariances
+    <a_k, a_l> Cov[x(t_k), x(t_l)]
+of their real parts and of their imaginary parts, at every output (over M for a field of M modes). They are drawn by a
+Cholesky factor of this matrix.
+Different blocks are independent given the ends (Markov property). So all frames of a call, of successive calls and of
+training steps follow one Ornstein-Uhlenbeck process, up to the rounding of the ends' times to 2^-24 tau.
+
+The motion adds noise to readings, which depends on what is shown and on tau. No law of a device credits it.
+
+**Mode hops** (`Hops`). At the times of a Poisson process the laser hops to another of its modes, and the medium of the
+new wavelength correlates with that of the old one by
+    rho = (1 + (hop / width)^2)^(-1/2),
+so that intensities correlate by rho^2: a Lorentzian, whose half width is `spectral_width_pm`, as a medium has whose
+light takes paths of exponentially distributed lengths. Successive hops are taken to decorrelate independently, rho^n
+after n of them; to first order in (hop / width)^2 that is the mean over hops up and down. An Ornstein-Uhlenbeck process
+loses the factor rho within the time log(1 / rho), so a hop is a jump of the medium's own time,
+    time of the medium = t / tau + log(1 / rho) (hops until t),
+and two media correlate by rho^n exp(-|t - s| / tau), with n hops between t and s. The phase that a hop gives to all
+fields alike is left out; intensities do not tell it.
+
+Sources: for the bridge Gillespie, Phys. Rev. E 54, 2084 (1996), conditioned on both ends; for hops Heumier and
+Carlsten, Mode Hopping in Semiconductor Lasers, ILX Lightwave application note 8 (jumps of 0.3 nm at erratic times); for
+the correlation Goodman, Speckle Phenomena in Optics (2007): the Fourier transform of the path lengths' distribution.
 """
 
 from __future__ import annotations
@@ -50,7 +82,7 @@ from scipy.special import ndtr
 from typing_extensions import override
 
 from opusim.camera.stages import pixel_normals
-from opusim.description.camera import MirrorSettings
+from opusim.description.camera import DriftSettings, MirrorSettings
 from opusim.errors import ConfigError
 from opusim.medium.transmission import (
     IMAGINARY_PLANE,
@@ -62,7 +94,8 @@ from opusim.medium.transmission import (
     blocks,
     exact_product,
 )
-from opusim.randomness.streams import NoiseStream, derive_seed
+from opusim.processes import pause
+from opusim.randomness.streams import NoiseStream, SeededStream, derive_seed
 
 _STUCK_PLANE = 20  # a counter word that no medium uses
 _MODE_PLANES = 24  # counter words of the second mode and of those after it
@@ -77,15 +110,7 @@ MOST_TAU = (2**32 - 2 * _NODE) // STEPS_PER_TAU
 
 
 def grid_point(time: float, parts: int = 1) -> float:
-    """Return the grid point nearest a time in units of tau, in steps of the grid.
-
-    Args:
-        time: since time 0.
-        parts: 1, or `PARTS_OF_A_STEP` for the nearest point of the finer grid.
-
-    Raises:
-        ValueError: it is negative, or beyond 1,048,560 tau.
-    """
+    """Return the grid point nearest a time in units of tau, in steps; with `PARTS_OF_A_STEP` that of the finer grid."""
     if not 0 <= time <= MOST_TAU:
         raise ValueError(
             f"time = {time:g} decorrelation times: must lie in [0, {MOST_TAU}]; begin a new medium"
@@ -185,12 +210,7 @@ class SpeckleLaw:
         return math.cos(angle), math.sin(angle)
 
     def grained(self, pixels: range, raw: Callable[[range], torch.Tensor]) -> torch.Tensor:
-        """Return numbers of contiguous pixels that correlate as grains do.
-
-        Args:
-            pixels: contiguous.
-            raw: returns independent numbers of contiguous places, on the last axis; each place is asked for once.
-        """
+        """Return numbers of contiguous pixels that correlate as grains do, from independent `raw` ones of places."""
         shares = self.weights
         if self.row_pixels is None:
             wide = raw(range(pixels.start, pixels.stop + len(shares) - 1))
@@ -219,19 +239,7 @@ class Speckle:
 
     Pixels are taken in order of their number, those whose anchor intensity at time 0 lies within the law's limits; so
     a smaller window of outputs has the first outputs of a larger one. The choice is part of the device, like a
-    factory's map of pixels: it does not depend on noise.
-
-    Attributes:
-        point: grid point of the present time.
-
-    Args:
-        law: see `SpeckleLaw`.
-        n_outputs: pixels to find.
-        file: what to name in errors.
-        pixels: numbers of the pixels, int64, increasing, or None to find usable ones.
-
-    Raises:
-        ConfigError: no pixel in 64 fits.
+    factory's map of pixels: it does not depend on noise. `point` is the grid point of the present time.
     """
 
     _OF_A_TIME: ClassVar = ("anchor",)
@@ -247,11 +255,7 @@ class Speckle:
         self._dense: dict[tuple[int, torch.device], torch.Tensor] = {}
 
     def drift_to(self, time: float) -> None:
-        """Move the medium to a time in units of its decorrelation time; see `opusim.camera.speckle`.
-
-        Raises:
-            ValueError: the time is out of range.
-        """
+        """Move the medium to a time in units of its decorrelation time; see `opusim.camera.speckle`."""
         self.move_to(grid_point(time))
 
     def move_to(self, point: float) -> None:
@@ -290,14 +294,9 @@ class Speckle:
         return frames.double()
 
     def normals(self, rows: int, stream: NoiseStream) -> torch.Tensor:
-        """Return standard normal numbers that correlate over outputs as the entries do.
+        """Return normals (2 modes, rows, n_outputs) of variance 1 / modes that correlate over outputs as entries do.
 
-        Args:
-            rows: numbers of each output.
-            stream: source; takes one reading of it, or one for each row of pixels that grains meet.
-
-        Returns:
-            float32, shape (2 modes, rows, n_outputs), of variance 1 / modes: components are independent, and rows are.
+        Takes one reading of the stream, or one for each row of pixels that grains meet.
         """
         components, pixels = len(self.law.planes), self.pixels
         if len(self.law.weights) == 1:
@@ -360,14 +359,7 @@ class Speckle:
         return np.asarray(reduce(np.hypot, limits) * self.law.modes**-0.5)
 
     def fields(self, frames: torch.Tensor) -> torch.Tensor:
-        """Return fields of binary frames.
-
-        Args:
-            frames: float32, shape (frames, n_inputs), entries 0 and 1, on any torch device.
-
-        Returns:
-            float32, shape (2 modes, frames, n_outputs), on the CPU: real and imaginary parts, exact with one mode.
-        """
+        """Return fields (2 modes, frames, n_outputs) of binary frames, real and imaginary parts; exact in one mode."""
         planes = self.law.planes
         out = torch.empty((len(planes), frames.shape[0], self.n_outputs), dtype=torch.float32)
         for part, plane in enumerate(planes):
@@ -394,16 +386,7 @@ class Speckle:
         return out if self.law.modes == 1 else out.mul_(self.law.modes**-0.5)
 
     def fields_of(self, patterns: torch.Tensor, rows: np.ndarray, complement: np.ndarray) -> torch.Tensor:
-        """Return fields of frames that show patterns, or their complements in the anchor.
-
-        Args:
-            patterns: as `fields` takes them.
-            rows: number of each frame's pattern, int64, shape (frames,).
-            complement: whether the frame shows the complement, bool, shape (frames,).
-
-        Returns:
-            float32, shape (2 modes, frames, n_outputs), on the CPU.
-        """
+        """Return fields (2 modes, frames, n_outputs) of frames of patterns[rows], or of complements in the anchor."""
         field = self.fields(patterns)[:, torch.from_numpy(rows)]
         if complement.any():
             total = torch.from_numpy(self.total.astype(np.float32))[:, None, :]
@@ -416,11 +399,7 @@ class Speckle:
         return 8 * self.law.modes * self.law.n_inputs * self.n_outputs <= self.law.dense_limit_mib * 2**20
 
     def dense(self, plane: int, device: torch.device | str = "cpu") -> torch.Tensor:  # (n_inputs, n_outputs)
-        """P or Q at the outputs, transposed, float32, kept until the medium drifts.
-
-        Raises:
-            ValueError: the two exceed dense_limit_mib.
-        """
+        """P or Q at the outputs, transposed, kept until the medium drifts; ValueError beyond dense_limit_mib."""
         if not self.fits_dense:
             raise ValueError(
                 f"dense_limit_mib = {self.law.dense_limit_mib:g}: the dense medium takes "
@@ -436,13 +415,7 @@ class Speckle:
         return matrix
 
     def responses(self, plane: int) -> torch.Tensor:
-        """Return the change of a component of the field that each input makes, times the root of the modes.
-
-        That is `dense`, float32, shape (n_inputs, n_outputs).
-
-        Raises:
-            ValueError: see `dense`.
-        """
+        """Return the change of a component of the field that each input makes, times the root of the modes."""
         return self.dense(plane)
 
     def _tile(self, plane: int, outputs: range, inputs: range) -> torch.Tensor:
@@ -513,14 +486,9 @@ class Speckle:
 
 
 class FaultyMirrors(Speckle):
-    """The medium as a camera sees it behind a faulty mirror array; see `opusim.camera.speckle`.
+    """The medium as a camera sees it behind a faulty mirror array, by its seed; see `opusim.camera.speckle`.
 
     The map of usable pixels is that of the sound array: faults came later.
-
-    Args:
-        law: as for `Speckle`, like n_outputs, file and pixels.
-        faults: what is wrong.
-        seed: which array this is, in [0, 2^64).
     """
 
     _OF_A_TIME: ClassVar = ("_ends",)
@@ -641,3 +609,156 @@ class FaultyMirrors(Speckle):
             own = np.hypot(middle[0::2], middle[1::2]) + half  # of each mode
             limits.append(reduce(np.hypot, own))
         return np.stack(limits)
+
+
+_LEAST_FRAMES, _MOST_FRAMES, _FRAMES_PER_ROOT = 128, 1024, 50
+"""Frames of a block, in proportion to the root of the mirrors: its end then costs about as much as its frames."""
+_HOPS_AT_ONCE, _MOST_HOPS = 1024, 2**24  # the latter take 128 MiB
+_JITTER = 1e-12
+"""Added variance, relative to the largest, with which frames without light and repeated ones have a factor."""
+
+
+def bridge(times: np.ndarray, end: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the law of a stationary Ornstein-Uhlenbeck process of variance 1 and tau 1 given its values at 0 and end.
+
+    That is the weights of the two values in the mean at times in [0, end], shape (2, n), and the covariance (n, n).
+    """
+    if end == 0:
+        return np.stack([np.ones(times.size), np.zeros(times.size)]), np.zeros((times.size, times.size))
+    whole, passed, left = (
+        -np.expm1(-2 * span) for span in (end, times, end - times)
+    )  # 1 - e^-2t: no overflow
+    weights = np.stack([np.exp(-times) * left, np.exp(times - end) * passed]) / whole
+    early, late = np.minimum.outer(passed, passed), np.minimum.outer(left, left)
+    return weights, np.exp(-np.abs(np.subtract.outer(times, times))) * early * late / whole
+
+
+def motion(times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the law of the process given its value at 0: that value's weights e^-t, and the covariance.
+
+    Cov[x(s), x(t)] = e^-|s - t| - e^-(s + t).
+    """
+    apart, total = np.abs(np.subtract.outer(times, times)), np.add.outer(times, times)
+    return np.exp(-times), np.exp(-apart) * -np.expm1(apart - total)
+
+
+class Hops:
+    """Mode hops of a laser, at times that are computed from a seed.
+
+    `jump` is log(1 / rho), by which a hop moves the medium's own time, in units of the decorrelation time.
+    """
+
+    def __init__(self, drift: DriftSettings, seed: int) -> None:
+        per_s, hop, width = drift.hops_per_s or 0.0, drift.hop_pm or 0.0, drift.spectral_width_pm or 1.0
+        self.jump = 0.5 * math.log1p((hop / width) ** 2)
+        self._rate = per_s * drift.decorrelation_s
+        self._stream = SeededStream(seed, "mode hops")
+        self._times = np.zeros(1)  # time 0, then those of the hops: in units of the decorrelation time
+
+    def moved(self, times: np.ndarray) -> np.ndarray:
+        """Return by how much hops have moved the medium's own time until these times, all in its units."""
+        last = float(np.max(times))
+        if self._rate * last > _MOST_HOPS:
+            raise ValueError(
+                f"time = {last:g} decorrelation times: some {self._rate * last:.3g} hops come before, and at most "
+                f"{_MOST_HOPS} may; begin a new medium, or lower drift.hops_per_s"
+            )
+        blocks = [self._times]
+        while blocks[-1][-1] <= last:
+            normals = self._stream.normal((2, _HOPS_AT_ONCE)).double().numpy()
+            waits = 0.5 * np.square(normals).sum(axis=0) / self._rate  # exponential: chi-squared of 2 degrees
+            blocks.append(blocks[-1][-1] + np.cumsum(waits))
+        self._times = np.concatenate(blocks)
+        return np.asarray(self.jump * (np.searchsorted(self._times, times, side="right") - 1))
+
+    def own_time(self, time: float) -> float:
+        """Return the medium's own time."""
+        return time + float(self.moved(np.array(time)))
+
+
+class Motion:
+    """The time of a medium that moves while frames are taken, in units of the decorrelation time, and jumps at hops."""
+
+    def __init__(self, frame: float, hops: Hops | None = None) -> None:
+        self.frame, self._hops = frame, hops
+        self._time = 0.0
+
+    def ahead(self, frames: int) -> np.ndarray:
+        """Return how far the medium's own time moves until each of the next frames, shape (frames,), from 0 on."""
+        steps = self.frame * np.arange(frames)
+        if self._hops is None:
+            return steps
+        hopped = self._hops.moved(self._time + steps)
+        return steps + (hopped - hopped[0])
+
+    def move_to(self, speckle: Speckle, time: float) -> None:
+        """Set the time of the next frame, in units of the decorrelation time, and move the medium there."""
+        point = self._point(time)
+        self._time = time
+        speckle.move_to(point)
+
+    def _point(self, time: float) -> float:
+        """Return the grid point of the medium at a time."""
+        return grid_point(time if self._hops is None else self._hops.own_time(time), PARTS_OF_A_STEP)
+
+    def pass_frames(self, speckle: Speckle, frames: float) -> None:
+        """Let some frame periods pass in which no frame shows the medium."""
+        self.move_to(speckle, self._time + frames * self.frame)
+
+    def fields(
+        self,
+        speckle: Speckle,
+        patterns: torch.Tensor,
+        rows: np.ndarray,
+        complement: np.ndarray,
+        stream: NoiseStream,
+    ) -> torch.Tensor:
+        """Return the fields (2 modes, frames, n_outputs) of frames in turn from the present time on; the time passes.
+
+        Frame k shows pattern rows[k] of (patterns, n_inputs), or its complement in the anchor. The stream gives one
+        reading for every block of frames. ValueError: the medium is too old; see `opusim.camera.speckle.grid_point`.
+        """
+        out = torch.empty((len(speckle.law.planes), rows.size, speckle.n_outputs), dtype=torch.float32)
+        at_once = int(_FRAMES_PER_ROOT * speckle.law.mirrors**0.5)
+        at_once = min(max(at_once, _LEAST_FRAMES), _MOST_FRAMES)
+        for start in range(0, rows.size, at_once):
+            pause()
+            some = slice(start, start + at_once)
+            wanted, place = np.unique(rows[some], return_inverse=True)
+            shown = patterns[torch.from_numpy(wanted).to(patterns.device)]
+            place, flip = place.reshape(-1), complement[some]
+            after = self._time + place.size * self.frame
+            end = speckle.at(self._point(after))
+            span = (end.point - speckle.point) / STEPS_PER_TAU
+            weights, covariance = bridge(np.minimum(self.ahead(place.size), span), span)
+            part = torch.zeros((len(out), place.size, speckle.n_outputs))
+            for state, weight in zip((speckle, end), weights, strict=True):
+                if weight.any():
+                    field = state.fields_of(shown, place, flip)
+                    part.add_(field.mul_(torch.from_numpy(weight.astype(np.float32))[:, None]))
+            covariance = covariance * overlaps(speckle, shown, place, flip)
+            largest = float(covariance.diagonal().max())
+            if largest > 0:
+                root = np.linalg.cholesky(covariance + _JITTER * largest * np.eye(place.size))
+                part.add_(torch.from_numpy(root.astype(np.float32)) @ speckle.normals(place.size, stream))
+            out[:, some] = part
+            self._time = after
+            speckle.become(end)
+        return out
+
+
+def overlaps(
+    speckle: Speckle, patterns: torch.Tensor, rows: np.ndarray, complement: np.ndarray
+) -> np.ndarray:
+    """Return the inner products of the mirrors' amplitudes in frames, float64, (frames, frames); see `Motion.fields`.
+
+    A frame has the amplitudes v + S x, its complement l - S x, with v and l those of the blank frame and of the anchor.
+    """
+    swing = speckle.swings(patterns)  # (patterns, n_inputs)
+    ends = torch.from_numpy(speckle.ends).to(swing.device)  # (2, mirrors)
+    both = (swing @ swing.T).cpu().numpy()[rows][:, rows]
+    beside = (swing @ ends[:, : swing.shape[1]].T).cpu().numpy()[rows]
+    of_ends = (ends @ ends.T).cpu().numpy()
+    sign, which = np.where(complement, -1.0, 1.0), complement.astype(np.int64)
+    mixed = sign[:, None] * beside[:, which]
+    return np.asarray(np.outer(sign, sign) * both + mixed + mixed.T + of_ends[which][:, which])

@@ -148,26 +148,14 @@ def _numbers(centre: float, std: float, top: float, origin: float) -> tuple[floa
 
 
 def pixel_normals(seed: int, plane: int, pixels: np.ndarray) -> np.ndarray:
-    """Return a normal number of each pixel, cut at 4.3 standard deviations, float64.
-
-    Args:
-        seed: in [0, 2^64).
-        plane: counter word that keeps the numbers apart from others of the seed.
-        pixels: numbers of the pixels, int64, increasing, at least one.
-    """
+    """Return a normal number of each pixel, by increasing number, cut at 4.3 standard deviations, float64."""
     first, stop = int(pixels[0]), int(pixels[-1]) + 1
     row = Medium(1, stop, seed, plane=plane).tile(range(first, stop), range(1))
     return row[0].numpy().astype(np.float64)[pixels - first]
 
 
 def frame_normals(frames: int, correlation: float, stream: NoiseStream) -> np.ndarray:
-    """Return standard normal numbers of frames that are exposed in turn, float64, shape (frames,).
-
-    Args:
-        frames: at least 1.
-        correlation: rho, in [0, 1); numbers of frames k apart correlate by rho^k.
-        stream: source of the noise; takes one reading of it.
-    """
+    """Return normal numbers of frames in turn, float64; those k apart correlate by rho^k. Takes one reading."""
     g: np.ndarray = stream.normal((frames,)).double().numpy()
     if correlation > 0:
         g[1:] *= math.sqrt(1 - correlation**2)
@@ -218,12 +206,6 @@ class Sensor:
         with the gain K / 2^d and the black level (black_level + 1/2) / 2^d - 1/2, so all laws of numbers hold for them.
         They are a function of the finer numbers, so no guarantee changes. A nonlinear read-out saturates where the
         arriving numbers do.
-
-        Args:
-            bits: of a number on the link, at least 1; as many as the converter's or more change nothing.
-
-        Raises:
-            ValueError: there is no converter, or bits is below 1.
         """
         checks.integer(bits=bits, minimum=1)
         if self.adc_bits is None:
@@ -261,12 +243,7 @@ class Sensor:
     def moments(
         self, rate_e: np.ndarray | float, offset_e: np.ndarray | float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean [DN] and variance [DN squared] of a digital number, exact; see `opusim.camera.stages`.
-
-        Args:
-            rate_e: expected electrons, at least 0, any shape.
-            offset_e: fixed offset of the pixel, electrons; broadcasts with the rates.
-        """
+        """Return the mean [DN] and variance [DN^2] of a digital number, exact; see `opusim.camera.stages`."""
         checks.non_negative(rate_e=rate_e)
         base_dn = self.black_level_dn + self.gain_dn_per_e * np.asarray(offset_e, dtype=np.float64)
         parts = np.broadcast_arrays(np.atleast_1d(np.asarray(rate_e, dtype=np.float64)), base_dn)
@@ -319,9 +296,6 @@ class Sensor:
         """Return how far `variance_dn2` may be off by rounding at this rate and above, for every offset, DN squared.
 
         Adds the magnitudes of the series' terms; valid if no end is met. 0 without a converter, at most a quarter.
-
-        Args:
-            rate_e: least expected electrons, any shape.
         """
         shot, _, read_e, gain, _, top = self.numbers
         std, rate = gain * read_e, np.asarray(rate_e, dtype=np.float64)
@@ -362,11 +336,7 @@ class NumberLaw:
     masses: np.ndarray
 
     def log_likelihood(self, numbers: np.ndarray) -> np.ndarray:  # (frames, pixels) -> (frames, inputs)
-        """Return log P(numbers | input), summed over pixels; a code without mass counts as the smallest double.
-
-        Args:
-            numbers: Digital numbers, whole numbers, shape (frames, pixels).
-        """
+        """Return log P(numbers | input), summed over pixels; a code without mass counts as the smallest double."""
         inputs, pixels, codes = self.masses.shape
         checks.shape((None, pixels), numbers=numbers)
         with np.errstate(divide="ignore"):
@@ -378,11 +348,7 @@ class NumberLaw:
         return total
 
     def sums(self, groups: Sequence[np.ndarray]) -> np.ndarray:  # (inputs, groups, sums)
-        """Return the masses of the sum of the codes of each group of pixels, from `first` times pixels on.
-
-        Args:
-            groups: Numbers of the pixels of each group, equally many.
-        """
+        """Return the masses of the sum of the codes of each group of equally many pixels, from `first` on."""
         inputs, _, codes = self.masses.shape
         found = np.zeros((inputs, len(groups), len(groups[0]) * (codes - 1) + 1))
         for group, pixels in enumerate(groups):
@@ -405,16 +371,10 @@ def _with_mass(masses: np.ndarray) -> tuple[int, np.ndarray]:
 def number_law(
     rates: np.ndarray, offset_e: np.ndarray, sensor: Sensor, nonlinearity: float = 0.0
 ) -> NumberLaw:
-    """Return the law of the digital numbers of some pixels.
+    """Return the law of the digital numbers of pixels with expected electrons (inputs, pixels) and an offset each.
 
-    Args:
-        rates: Expected electrons, shape (inputs, pixels), at least 0.
-        offset_e: Fixed offset of each pixel, electrons, shape (pixels,).
-        sensor: The stages after the light, with shot noise and a converter.
-        nonlinearity: q of the read-out, in [0, 0.25], so that numbers rise with the count.
-
-    Raises:
-        ValueError: The sensor has no shot noise, or no converter that makes numbers discrete.
+    The nonlinearity q lies in [0, 0.25], so that numbers rise with the count. ValueError: the sensor has no shot noise,
+    or no converter that makes numbers discrete.
     """
     checks.shape((None, None), rates=rates)
     checks.non_negative(rates=rates)
@@ -453,17 +413,9 @@ def number_law(
 def spread_error(sensor: Sensor, offset_e: np.ndarray, most: float, nonlinearity: float = 0.0) -> float:
     """Bound how much the law of a group's sum depends on how its total rate is spread over its pixels.
 
-    See the module's "Sums of a group".
-
-    Args:
-        sensor: The stages after the light, with shot noise and a converter.
-        offset_e: Fixed offset of each pixel of the group, electrons, shape (n,).
-        most: Largest expected electrons of a pixel.
-        nonlinearity: q of the read-out.
-
-    Returns:
-        The distance in total variation between any two spreads of one total; infinite if the read-out bends, or a
-        number may lie at an end of the converter or of the full well.
+    See the module's "Sums of a group". The distance in total variation is that between any two spreads of one total, up
+    to `most` electrons of a pixel; infinite if the read-out bends, or a number may lie at an end of the converter or of
+    the full well.
     """
     gain, std, n = sensor.gain_dn_per_e, sensor.gain_dn_per_e * sensor.read_noise_e, np.size(offset_e)
     base = sensor.black_level_dn + gain * np.asarray(offset_e, dtype=float)
@@ -519,13 +471,7 @@ _MOST_STEPS = 1100  # 15 standard deviations above 700, 300 above 12
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def fill_counts(counts: np.ndarray, rates: np.ndarray, w: np.ndarray) -> None:
-    """Poisson counts from rates and standard normal numbers.
-
-    Args:
-        counts: float64, one axis, is overwritten by whole numbers.
-        rates: float64, same length, electrons, at least 0.
-        w: float32, same length.
-    """
+    """Overwrite counts, float64, by Poisson counts of rates, float64, and standard normal numbers w, float32."""
     some = False
     for i in range(counts.size):
         r, v = max(rates[i], 1.0), np.float64(w[i])
@@ -564,14 +510,13 @@ def fill_numbers(
     """Digital numbers of one exposure of some pixels: counts, full well, read noise, gain, black level, converter.
 
     Args:
-        numbers: float64, one axis, is overwritten, DN.
-        rates: float64, same length: expected electrons of light, bias and dark current.
-        offset_e: float64, same length: fixed offset of each pixel, electrons.
-        shot: float32, N(0, 1) that decide the counts; may have length 0 where shot noise is off.
-        read: float32, N(0, 1) of the read noise; may have length 0 if it is off.
+        numbers: float64, one axis, is overwritten, DN; rates and offsets, float64, are electrons.
+        rates: of light, bias and dark current.
+        offset_e: fixed offset of each pixel.
+        shot: float32, N(0, 1) that decide the counts; like `read`, of length 0 if it is off.
+        read: float32, N(0, 1) of the read noise.
         sensor: shot noise (1: on, 0: off), full well [e-] (inf: off), read noise [e-] (0: off), gain [DN/e-], black
-            level [DN] and highest number of the converter [DN] (below 0: no converter, numbers are neither rounded
-            nor clipped).
+            level [DN] and highest number of the converter [DN] (below 0: neither rounded nor clipped).
     """
     shot_noise, full_well, read_e, gain, black, top = sensor
     if shot_noise > 0:
@@ -608,15 +553,10 @@ def _fill_rates(
 def expose_fields(
     numbers: np.ndarray, field: np.ndarray, pixel: np.ndarray, noise: np.ndarray, sensor: _Sensor
 ) -> None:
-    """Frames of given fields.
+    """Overwrite numbers (rows, pixels), float32, by frames of given fields (2, rows, pixels): real and imaginary part.
 
-    Args:
-        numbers: float32, shape (rows, pixels), is overwritten, DN.
-        field: float32, shape (2, rows, pixels): real and imaginary part.
-        pixel: float64, shape (3, pixels): gain_e, dark_e and offset_e of each pixel.
-        noise: float32, shape (2, rows, pixels): N(0, 1) for counts and for read noise; length 0 on the last axis
-            where both are off.
-        sensor: as for `fill_numbers`.
+    `pixel` has gain_e, dark_e and offset_e of each pixel, float64; `noise` the N(0, 1) for counts and for read noise,
+    (2, rows, pixels), length 0 on the last axis where both are off.
     """
     scratch, rates = np.empty(_PIXELS_AT_ONCE), np.empty(_PIXELS_AT_ONCE)
     for row in range(numbers.shape[0]):
@@ -649,17 +589,10 @@ def recover_rows(
 ) -> None:
     """Projections of ternary vectors from four frames each: y = scale (I_p - I_{a-p} - I_n + I_{a-n}) - shift offset.
 
-    Args:
-        y: float32, shape (rows, pixels), is overwritten, projection units.
-        field: float32, shape (4, rows, pixels): real and imaginary part of the positive frames' fields, then of the
-            negative frames'.
-        anchor: float32, shape (2, pixels): the anchor's field.
-        pixel: float64, shape (3, pixels), as for `expose_fields`.
-        decode: float64, shape (2, pixels): scale [1/DN] and offset of each pixel.
-        shift: float64, shape (rows,): share of the anchor that each vector holds, sum(x) / mirrors.
-        noise: float32, shape (8, rows, pixels): for each of the four frames the numbers of counts and of read noise;
-            length 0 on the last axis where both are off.
-        sensor: as for `opusim.camera.stages.fill_numbers`.
+    `y`, float32, (rows, pixels), is overwritten. `field`, (4, rows, pixels), has the real and imaginary part of the
+    positive frames' fields, then of the negative frames'; `anchor`, (2, pixels), the anchor's. `decode`, (2, pixels),
+    has scale [1/DN] and offset of each pixel; `shift`, (rows,), the share of the anchor that a vector holds, sum(x) /
+    mirrors; `noise`, (8, rows, pixels), a pair for each of the four frames. All else is as for `expose_fields`.
     """
     scratch, rates, total = np.empty(_PIXELS_AT_ONCE), np.empty(_PIXELS_AT_ONCE), np.empty(_PIXELS_AT_ONCE)
     for row in range(y.shape[0]):

@@ -432,12 +432,9 @@ def is_transposed(module: nn.Module) -> bool:
 
 
 class DigitalProducts(TorchDispatchMode):
-    """Refuses products of weights outside of devices while it is active.
+    """Refuses products of weights, by name, outside of devices while it is active.
 
     `torch.nn.functional.linear(x, layer.weight)` multiplies with the digital weight of a layer that is on a device.
-
-    Args:
-        weights: Parameters to watch, by name.
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:

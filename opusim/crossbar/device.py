@@ -43,7 +43,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import numba
 import numpy as np
@@ -55,15 +55,16 @@ from opusim.description.crossbar import (
     CrossbarSettings,
     CrossbarTemperatureSettings,
     LowFrequencySettings,
+    PhotonicSettings,
     PiecewiseSettings,
     ProductSettings,
 )
 from opusim.description.schema import DeviceDescription
 from opusim.devices.inputs import real_batch
-from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
 from opusim.processes import pause
 from opusim.randomness.kernels import run_split
+from opusim.randomness.seeds import derive_seed
 from opusim.randomness.streams import NoiseStream, SeededStream, noise_stream
 from opusim.temperature import TemperatureTable, arrhenius_exponent
 
@@ -75,25 +76,15 @@ _EXACT = 2.0**14
 
 
 class Pairs:
-    """The devices of one programming; `weights` tells what they hold at a time.
-
-    Args:
-        wanted: the matrix W, float32, entries in [-1, 1], shape (n_outputs, n_inputs).
-        settings: laws and constants.
-        chip: seed of the chip, in [0, 2^64).
-        number: which programming of the chip this is, from 0.
-    """
+    """The devices of a chip's `number`-th programming of the matrix W; `weights` tells what they hold at a time."""
 
     def __init__(self, wanted: torch.Tensor, settings: CrossbarSettings, *, chip: int, number: int) -> None:
         self._wanted, self._settings, self._chip, self._number = wanted, settings, chip, number
 
     def weights(self, seconds: float, look: int, settings: CrossbarSettings | None = None) -> torch.Tensor:
-        """Return w = g+ - g- at a time, float32, of the wanted matrix's shape.
+        """Return w = g+ - g- at a time since programming, float32, of the wanted matrix's shape.
 
-        Args:
-            seconds: since programming, at least 0.
-            look: how often the matrix was looked at since programming; each look has 1/f noise of its own.
-            settings: laws at another temperature than that of this programming.
+        Each `look` since programming has 1/f noise of its own; `settings` are laws at another temperature.
         """
         laws = self._settings if settings is None else settings
         fixed = SeededStream(self._chip, "crossbar programming")
@@ -141,13 +132,7 @@ def thermal_factor(g: torch.Tensor, settings: CrossbarSettings) -> torch.Tensor 
 
 
 def spread(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> torch.Tensor:
-    """Return the standard deviation of the programmed conductance, relative to g_max; 0 for exact programming.
-
-    Args:
-        g: targets in [0, 1].
-        seconds: since programming; only a relaxation depends on it.
-        settings: laws and constants.
-    """
+    """Return the standard deviation of programmed conductances with targets g in [0, 1], relative to g_max."""
     polynomials = settings.spreads_us()
     if not polynomials:
         return torch.zeros_like(g)
@@ -174,11 +159,6 @@ def moments(g: torch.Tensor, seconds: float, settings: CrossbarSettings) -> tupl
 
     Mean and root of the variance are multiplied by `thermal_factor`. Left out: that nu and the conductance with 1/f
     noise are not negative, and that q is taken at g_p.
-
-    Args:
-        g: targets in [0, 1].
-        seconds: since programming, at least 0.
-        settings: laws and constants.
     """
     std = spread(g, seconds, settings)
     ratio = g / std.clamp(min=_LEAST_G)
@@ -382,16 +362,8 @@ def add_codes(
 ) -> None:
     """Add step * clip(round((mean + sqrt(constant + factor current) normal) / step), -most, most) to total.
 
-    Args:
-        total: float32, shape (rows, outputs), is added to.
-        saturated: bool, shape (rows,), set where a code is -most or most.
-        mean: likewise, m.
-        constant: float32, shape (rows,), the part of the variance that is the same for all outputs.
-        current: float32, shape (rows, outputs), sum_j |w| x^2; not used if factor is 0.
-        normal: likewise, N(0, 1).
-        factor: current_std^2.
-        step: of the ADC, or 0 without one.
-        most: its largest code.
+    `saturated` rows have a code -most or most. A row's constant variance is the same for all outputs, `current` is
+    sum_j |w| x^2 (unused if the factor, current_std^2, is 0), and `step` that of the ADC, or 0 without one.
     """
     zero = np.float32(0)
     for i in range(total.shape[0]):
@@ -422,9 +394,6 @@ class ConvertedDevice(ProgrammableDevice):
 
     The seed of ``[medium]`` says which chip this is; the noise of products comes from the stream of the mode. A
     subclass sets `_converter` and gives `_product_of`, `_program` and `_restored`.
-
-    Args:
-        description, **window: as for `ProgrammableDevice`.
     """
 
     _converter: Converter
@@ -465,10 +434,7 @@ class ConvertedDevice(ProgrammableDevice):
         return None if self._product is None else self._product.saturated
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return the variance of readings of x in [-1, 1], squared units of the reading, float64.
-
-        Hardware cannot tell it; a calibration estimates it.
-        """
+        """Return the variance of readings of x in [-1, 1], squared units of the reading, float64."""
         batch = real_batch(x, self.n_inputs, self._torch_device)
         return self._forward().variance(batch).mul_(self.reading_scale**2)
 
@@ -530,27 +496,18 @@ class ConvertedDevice(ProgrammableDevice):
 
 
 class CrossbarDevice(ConvertedDevice):
-    """Conductances of differential pairs (`Pairs`), read by tiles (`TiledProduct`).
+    """Conductances of differential pairs (`Pairs`), read by tiles (`TiledProduct`): ``[crossbar]`` and ``[medium]``.
 
     The seed of ``[medium]`` says which chip this is: the random matrix, and what differs from device to device and from
     programming to programming of this object, are drawn from it in both modes, so that a chip that is opened again
     holds the same matrix. The noise of products comes from the stream of the mode, as on every device.
-
-    Args:
-        description: one with the sections ``[crossbar]`` and ``[medium]``.
-        **window: as for `NoisyDevice`.
-
-    Raises:
-        ConfigError: a section is missing or superfluous.
     """
 
     can = ProgrammableDevice.can | {"multiply_transposed", "wait"}
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.crossbar is None:
-            raise ConfigError(description.name, "crossbar", "missing; give g_max_us at least")
-        self._settings = description.crossbar
+        self._settings: CrossbarSettings = description.needed("crossbar", "give g_max_us at least")
         given = self._settings.converter
         self._converter = Converter(
             input_bits=given.dac_bits,
@@ -637,3 +594,137 @@ class CrossbarDevice(ConvertedDevice):
     def _product_of(self, weights: torch.Tensor) -> TiledProduct:
         settings = self._settings
         return TiledProduct(weights, self._converter, settings.product, settings.thermal_variance)
+
+
+_OTHER_CHIPS = 3
+"""Chips that `PhotonicDevice.programming_std` simulates."""
+
+
+class Light(NamedTuple):
+    """The matrix that a chip realised, and the variance of a reading of x, squared units of w x.
+
+    Attributes:
+        weights: w, shape (outputs, inputs).
+        dark: variance of a reading of nothing.
+        by_input: variance for sum_j |x_j| = 1.
+        by_output: variance for an output of 1, in both quadratures.
+        quadrature: matrix from inputs to light in the other quadrature, of the weights' shape; 0 for none.
+    """
+
+    weights: np.ndarray
+    dark: float
+    by_input: float = 0.0
+    by_output: float = 0.0
+    quadrature: np.ndarray | float = 0.0
+
+
+class LightProduct(TiledProduct):
+    """The product of a chip, with the noise of its detectors and the light in the other quadrature."""
+
+    def __init__(self, weights: torch.Tensor, converter: Converter, light: Light) -> None:
+        super().__init__(weights, converter, ProductSettings())
+        self._light, self._factor = light, light.by_output
+        other = torch.as_tensor(np.asarray(light.quadrature, dtype=np.float32), device=weights.device)
+        self._other = other if other.ndim else None
+
+    def _tiles(self, shown: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Mean, the part of the variance of a row, and the light of every output."""
+        mean = shown @ self._weights.T
+        constant = shown.abs().sum(1).mul_(self._light.by_input).add_(self._light.dark)
+        power = mean
+        if self._factor:
+            power = mean.square()
+            if self._other is not None:
+                power = power.add_((shown @ self._other.T).square_())
+        yield mean, constant, power
+
+    def std_limits(self) -> tuple[float, float]:
+        """Return limits of the standard deviation over all inputs in [-1, 1]; the upper one may not be reached."""
+        most = self._light.dark + self._light.by_input * self._weights.shape[1]
+        largest = self._weights.abs().sum(1).square()
+        if self._other is not None:
+            largest = largest + self._other.abs().sum(1).square()
+        return self._light.dark**0.5, (most + self._factor * float(largest.max())) ** 0.5
+
+
+class PhotonicDevice(ConvertedDevice):
+    """A chip that holds a matrix in the settings of heaters.
+
+    A subclass names its section of the description and gives `_light`. A setting is held as long as the heaters are
+    on, so that nothing drifts. Light goes one way.
+    """
+
+    section: ClassVar[str]
+    _settings: PhotonicSettings
+
+    def __init__(self, description: DeviceDescription, **window: Any) -> None:
+        super().__init__(description, **window)
+        self._settings = description.needed(self.section, "give laser_w and detector at least")
+        self._require_fitting()
+        given = self._settings.converter
+        self._converter = Converter(
+            input_bits=given.dac_bits, output_bits=given.adc_bits, output_bound=given.adc_bound
+        )
+        self._held_light: Light | None = None
+        self._wanted: torch.Tensor | None = None
+
+    def _require_fitting(self) -> None:
+        """Refuse a description whose numbers of inputs or outputs the chip does not have."""
+
+    @abstractmethod
+    def _light(self, matrix: torch.Tensor, settings: Any, chip: int, number: int) -> Light:
+        """Return the matrix that a chip, by its seed, realises at its `number`-th programming, and its noise."""
+
+    def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the root mean square error of other chips of this description, the same for every entry.
+
+        An error of one heater or splitter spreads over a whole mesh, so that single entries have no law of their own.
+        """
+        squares = []
+        for number in range(_OTHER_CHIPS):
+            chip = derive_seed(self._chip, "other chip", number)
+            realised = torch.from_numpy(self._light(matrix, self._settings, chip, number).weights)
+            squares.append((realised - matrix.cpu()).square().mean())
+        return torch.full_like(matrix, float(torch.stack(squares).mean()) ** 0.5)
+
+    def spread_error(self) -> float:
+        """Return `programming_std` relative to the entries' root mean square, for a matrix of Gaussian entries."""
+        generator = torch.Generator().manual_seed(1)
+        matrix = torch.randn((self.n_outputs, self.n_inputs), generator=generator).clamp_(-4, 4) / 4
+        return float(self.programming_std(matrix)[0, 0] / matrix.square().mean().sqrt())
+
+    def programming_cost(self) -> tuple[float, float]:
+        """Return the seconds in which the heaters settle; their power is that of the frames."""
+        return self._settings.programming_us * 1e-6, 0.0
+
+    def temperature_law(self, x: torch.Tensor) -> TemperatureTable:  # (vectors, n_inputs)
+        """Return noise and size of readings at 21 temperatures, for the matrix that is held."""
+        self._held()
+        batch = real_batch(x, self.n_inputs, self._torch_device)
+
+        def at(temperature_c: float) -> tuple[TiledProduct, torch.Tensor]:
+            there = self._settings.model_copy(update={"temperature_c": temperature_c})
+            if self._wanted is None:
+                raise RuntimeError("a matrix is held that was never programmed")
+            light = self._light(self._wanted, there, self._chip, self._number - 1)
+            weights = self._as_weights(light)
+            return LightProduct(weights, self._converter, light), weights
+
+        return self._temperature_table((-40.0, 85.0), at, batch)
+
+    def _program(self, matrix: torch.Tensor) -> torch.Tensor:
+        self._number += 1
+        return self._restored(matrix, {})
+
+    def _restored(self, matrix: torch.Tensor, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        self._wanted, self._product = matrix, None
+        self._held_light = self._light(matrix, self._settings, self._chip, self._number - 1)
+        return self._as_weights(self._held_light)
+
+    def _as_weights(self, light: Light) -> torch.Tensor:
+        return torch.from_numpy(light.weights.astype(np.float32)).to(self._torch_device)
+
+    def _product_of(self, weights: torch.Tensor) -> TiledProduct:
+        if self._held_light is None:
+            raise RuntimeError("a product before any programming")
+        return LightProduct(weights, self._converter, self._held_light)

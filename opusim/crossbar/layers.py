@@ -368,11 +368,7 @@ def has_groups(convolution: nn.Conv2d) -> bool:
 
 
 def zero_padding(convolution: nn.Conv2d) -> tuple[int, ...]:
-    """Return the zeros that a convolution adds on either side of each axis.
-
-    Raises:
-        ValueError: it is no product with zero-padded patches: it has groups, or another padding.
-    """
+    """Return the zeros that a convolution adds on either side of each axis; ValueError for groups or other padding."""
     padding: Any = convolution.padding
     if has_groups(convolution):
         raise ValueError(

@@ -44,7 +44,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from opusim.crossbar.photonic import Light, PhotonicDevice
+from opusim.crossbar.device import Light, PhotonicDevice
 from opusim.description.crossbar import MeshSettings
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
@@ -73,12 +73,7 @@ class Mesh(NamedTuple):
         return int(self.layers.max(initial=-1)) + 1
 
     def field(self, splitters: np.ndarray | None = None, amplitude: float = 1.0) -> np.ndarray:
-        """Return the matrix from inputs to outputs, complex128.
-
-        Args:
-            splitters: errors of both splitters of each interferometer, radians, shape (interferometers, 2); None: 0.
-            amplitude: factor by which an interferometer reduces amplitudes.
-        """
+        """Return the matrix, complex128; `splitters` are both errors of each interferometer, radians, (n, 2)."""
         errors = np.zeros((len(self.modes), 2)) if splitters is None else splitters
         cos, sin = np.cos(math.pi / 4 + errors), 1j * np.sin(math.pi / 4 + errors)
         inner, outer = np.exp(1j * self.theta), amplitude * np.exp(1j * self.phi)
@@ -97,12 +92,7 @@ class Mesh(NamedTuple):
 
 
 def decomposed(unitary: np.ndarray, layout: str = "rectangular") -> Mesh:
-    """Return the mesh that realises a unitary matrix, to rounding.
-
-    Args:
-        unitary: shape (N, N), N at least 1.
-        layout: ``rectangular`` (Clements) or ``triangular`` (Reck).
-    """
+    """Return the mesh that realises a unitary matrix: ``rectangular`` (Clements) or ``triangular`` (Reck)."""
     modes, theta, phi, phases = nulled(np.array(unitary, dtype=np.complex128), layout == "rectangular")
     layers, reached = np.empty(len(modes), dtype=np.int64), np.zeros(len(unitary), dtype=np.int64)
     for number, mode in enumerate(modes):
@@ -184,16 +174,9 @@ def set_phases(mesh: Mesh, settings: MeshSettings) -> Mesh:
 
 
 class MeshDevice(PhotonicDevice):
-    """Singular vectors in meshes of interferometers, read by homodyne detection.
+    """Singular vectors in meshes of interferometers, read by homodyne detection: ``[mesh]`` and ``[medium]``.
 
     The seed of ``[medium]`` says which chip this is: its splitters, and the random matrix before any is programmed.
-
-    Args:
-        description: one with the sections ``[mesh]`` and ``[medium]``.
-        **window: as for `ProgrammableDevice`; at most `ports` inputs and outputs.
-
-    Raises:
-        ConfigError: a section is missing, or the description has more inputs or outputs than the chip ports.
     """
 
     section = "mesh"

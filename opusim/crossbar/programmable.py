@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from opusim import checks
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, MediumSettings
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import Array, like_input, matrix_to_program, real_batch
 from opusim.devices.kinds import Capability
-from opusim.errors import ConfigError, NoiseUnknown
+from opusim.errors import NoiseUnknown
 from opusim.medium.transmission import Medium, gaussian_table
 from opusim.noise import ConverterLatticeNoise, GaussianNoise, NoiseModel, SignalGaussianNoise
 from opusim.randomness.seeds import derive_seed
@@ -123,13 +123,9 @@ class ProgrammableDevice(NoisyDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.medium is None:
-            raise ConfigError(
-                description.name,
-                "medium",
-                "missing; a programmable device needs [medium] with the seed of its chip",
-            )
-        self._medium_settings = description.medium
+        self._medium_settings: MediumSettings = description.needed(
+            "medium", "a programmable device needs [medium] with the seed of its chip"
+        )
         self._weights: torch.Tensor | None = None
         self._scale = 1.0
         self._elapsed_s = 0.0
@@ -338,18 +334,10 @@ class ProgrammableDevice(NoisyDevice):
 
 
 class SeveralChips(ProgrammableDevice):
-    """A matrix on several chips of one kind, each with its own part of the rows and columns.
+    """A matrix on several chips of one kind and description, each with its own part of the rows and columns.
 
     All chips work at once: a frame takes the time of one chip and the power of all. Outputs of chips that share rows
     are added digitally, after their converters. Each chip has a seed of its own.
-
-    Args:
-        chip: class of the chips.
-        description: of one chip, which is smaller than the window.
-        n_inputs: of the window.
-        n_outputs: likewise.
-        seed: of the noise of all chips.
-        **options: further arguments of the chips.
     """
 
     def __init__(
@@ -404,11 +392,7 @@ class SeveralChips(ProgrammableDevice):
 
     @property
     def described_noise(self) -> NoiseModel:
-        """The law of the sum over the chips of an output, its limits taken over all outputs.
-
-        Raises:
-            NoiseUnknown: no law is known for the sum of the chips' noise.
-        """
+        """The law of the sum over the chips of an output, its limits over all outputs; NoiseUnknown if none is."""
         self._held()
         laws, scale = [chip.noise for chip in self._chips], self._scale
         lattices = [law for law in laws if isinstance(law, ConverterLatticeNoise)]
@@ -435,11 +419,7 @@ class SeveralChips(ProgrammableDevice):
         )
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return the sum of the chips' variances.
-
-        Raises:
-            CapabilityMissing: the chips compute none.
-        """
+        """Return the sum of the chips' variances; CapabilityMissing if they compute none."""
         self._held()
         total = torch.zeros((len(x), self.n_outputs), dtype=torch.float64, device=self._torch_device)
         for chip, (_, rows, columns) in zip(self._chips, self._placed, strict=True):

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from opusim.crossbar.photonic import Light, PhotonicDevice
+from opusim.crossbar.device import Light, PhotonicDevice
 from opusim.description.crossbar import RingSettings
 from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
@@ -55,16 +55,7 @@ def detuned(share: np.ndarray, finesse: float) -> np.ndarray:
 
 
 class RingDevice(PhotonicDevice):
-    """A bank of microrings for each output.
-
-    Args:
-        description: one with the sections ``[rings]`` and ``[medium]``.
-        **window: as for `ProgrammableDevice`; at most `channels` inputs.
-
-    Raises:
-        ConfigError: a section is missing, or the description has more inputs than channels, or not two frames for a
-            reading.
-    """
+    """A bank of microrings for each output: ``[rings]``, with a channel for each input at least, and ``[medium]``."""
 
     section = "rings"
     _settings: RingSettings

@@ -6,12 +6,13 @@ The section ``[bench]`` says how opusim uses your own mirror array and camera.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from opusim.description.section import StrictSection
+from opusim.description.section import StrictSection, exactly_one, together
 from opusim.temperature import ArrheniusDarkCurrent, DarkCurrent, DoublingDarkCurrent, TableDarkCurrent
 
 FRAMES_PER_TERNARY = 4
@@ -40,11 +41,10 @@ class PowerSettings(StrictSection):
     drift_s: float | None = Field(default=None, gt=0)
     seconds_per_step: float | None = Field(default=None, gt=0)
 
+    _drift_is_complete = together("drift_rms", "drift_s", "seconds_per_step")
+
     @model_validator(mode="after")
-    def _drift_is_complete(self) -> Self:
-        given = [part is not None for part in (self.drift_rms, self.drift_s, self.seconds_per_step)]
-        if any(given) and not all(given):
-            raise ValueError("drift_rms, drift_s and seconds_per_step belong together; give all or none")
+    def _law_fits(self) -> Self:
         if self.averages and (self.law != "gaussian" or self.correlation_us is None):
             raise ValueError(
                 "averages = true: an exposure averages a power with law = 'gaussian' and a correlation_us only; give "
@@ -87,11 +87,7 @@ class LightSettings(StrictSection):
         return self
 
     def check_exposure(self, exposure_us: float) -> None:
-        """Refuse an exposure that the camera cannot take.
-
-        Raises:
-            ValueError: it is shorter than the shortest one.
-        """
+        """Refuse (ValueError) an exposure that is shorter than the camera's shortest one."""
         if exposure_us < (self.shortest_exposure_us or 0.0):
             raise ValueError(
                 f"exposure_us = {exposure_us:g}: is shorter than shortest_exposure_us = {self.shortest_exposure_us:g}; "
@@ -146,40 +142,34 @@ _doubling = lru_cache(maxsize=64)(DoublingDarkCurrent)
 """Caches the law: opening a camera asks for the same one several times."""
 
 
-class DoublingSettings(StrictSection):
+class _FormulaSettings(StrictSection):
+    _law: ClassVar[Callable[..., Any]]
+
+    def dark_current(self) -> DarkCurrent:
+        """Return the law; ValueError if its numbers contradict each other."""
+        return type(self)._law(**{key: getattr(self, key) for key in type(self).model_fields})
+
+
+class DoublingSettings(_FormulaSettings):
     """Keys of `opusim.temperature.DoublingDarkCurrent`."""
 
+    _law = _doubling
     dark_current_ref_e_per_s: float = Field(ge=0)
     temperature_ref_c: float = Field(gt=-273.15)
     doubling_k: float = Field(gt=0)
     temperature_min_c: float = Field(gt=-273.15)
     temperature_max_c: float
 
-    def dark_current(self) -> DoublingDarkCurrent:
-        """Return the law.
 
-        Raises:
-            ValueError: its numbers contradict each other.
-        """
-        return _doubling(**{key: getattr(self, key) for key in DoublingSettings.model_fields})
-
-
-class ArrheniusSettings(StrictSection):
+class ArrheniusSettings(_FormulaSettings):
     """Keys of `opusim.temperature.ArrheniusDarkCurrent`."""
 
+    _law = ArrheniusDarkCurrent
     dark_current_ref_e_per_s: float = Field(ge=0)
     temperature_ref_c: float = Field(gt=-273.15)
     activation_ev: float = Field(gt=0)
     temperature_min_c: float = Field(gt=-273.15)
     temperature_max_c: float
-
-    def dark_current(self) -> ArrheniusDarkCurrent:
-        """Return the law.
-
-        Raises:
-            ValueError: its numbers contradict each other.
-        """
-        return ArrheniusDarkCurrent(**{key: getattr(self, key) for key in ArrheniusSettings.model_fields})
 
 
 class TableSettings(StrictSection):
@@ -204,18 +194,10 @@ class DarkSettings(StrictSection):
     arrhenius: ArrheniusSettings | None = None
     table: TableSettings | None = None
 
-    @model_validator(mode="after")
-    def _one_law(self) -> Self:
-        if sum(law is not None for law in (self.doubling, self.arrhenius, self.table)) != 1:
-            raise ValueError("give exactly one of doubling, arrhenius and table")
-        return self
+    _one_law = exactly_one("doubling", "arrhenius", "table")
 
     def law(self) -> DarkCurrent:
-        """Return the law.
-
-        Raises:
-            ValueError: its numbers contradict each other.
-        """
+        """Return the law; ValueError if its numbers contradict each other."""
         formula = self.doubling or self.arrhenius
         if formula is not None:
             return formula.dark_current()
@@ -289,10 +271,10 @@ class PixelSettings(StrictSection):
         keys = "read_noise_spread", "gain_spread", "row_noise_e", "column_noise_e", "telegraph_share"
         return tuple(key for key in keys if getattr(self, key) is not None)
 
+    _telegraph_is_complete = together("telegraph_share", "telegraph_e")
+
     @model_validator(mode="after")
     def _faults_are_complete(self) -> Self:
-        if (self.telegraph_share is None) != (self.telegraph_e is None):
-            raise ValueError("telegraph_share and telegraph_e belong together; give both or neither")
         if self.telegraph_us is not None and self.telegraph_share is None:
             raise ValueError("telegraph_us is given without telegraph_share; give both, or remove it")
         if (self.hot_share > 0) != (self.hot_factor is not None):
@@ -378,11 +360,11 @@ class DriftSettings(StrictSection):
         decorrelation_s: tau: media at any two times t and s have the correlation exp(-|t - s| / tau), seconds.
         seconds_per_step: time that passes from training step to training step, seconds.
         reanchor_steps: steps from one measurement of the anchor to the next, or None to measure it at opening only.
-        within_call: whether the medium also moves between the frames of a step (`opusim.camera.moving`), which are then
-            exposed one frame period apart, from the step's time on; None: it rests until the next step. A step should
-            last as long as its frames take: frames after seconds_per_step see the medium of later steps.
+        within_call: whether the medium also moves between the frames of a step (`opusim.camera.speckle`), which are
+            then exposed one frame period apart, from the step's time on; None: it rests until the next step. A step
+            should last as long as its frames take: frames after seconds_per_step see the medium of later steps.
         hops_per_s: mean rate at which the laser hops to another mode, per second, or None if it keeps its wavelength;
-            given with the next two keys (`opusim.camera.moving`).
+            given with the next two keys (`opusim.camera.speckle`).
         hop_pm: change of the wavelength at a hop, picometres; some 300 for a bare laser diode.
         spectral_width_pm: change of the wavelength at which the correlation of the speckle's intensities falls to a
             half, picometres.
@@ -396,12 +378,7 @@ class DriftSettings(StrictSection):
     hop_pm: float | None = Field(default=None, gt=0)
     spectral_width_pm: float | None = Field(default=None, gt=0)
 
-    @model_validator(mode="after")
-    def _hops_have_a_size(self) -> Self:
-        given = [part is not None for part in (self.hops_per_s, self.hop_pm, self.spectral_width_pm)]
-        if any(given) and not all(given):
-            raise ValueError("hops_per_s, hop_pm and spectral_width_pm belong together; give all or none")
-        return self
+    _hops_have_a_size = together("hops_per_s", "hop_pm", "spectral_width_pm")
 
 
 class CameraSettings(StrictSection):
@@ -447,11 +424,7 @@ class CameraSettings(StrictSection):
         return FRAMES_PER_TERNARY if self.reference_beam is None else 2 * self.reference_beam.steps
 
     def dark_law(self) -> DarkCurrent | None:
-        """Return the law of the dark current, or None if it is off.
-
-        Raises:
-            ValueError: its numbers contradict each other.
-        """
+        """Return the law of the dark current, or None if it is off; ValueError if its numbers contradict each other."""
         return None if self.dark is None else self.dark.law()
 
     @model_validator(mode="after")
@@ -555,15 +528,11 @@ class BenchSettings(StrictSection):
     frames_per_sequence: int | None = Field(default=None, ge=FRAMES_PER_TERNARY)
     tries: int = Field(default=3, ge=1, le=100)
 
+    _both_are_named = together("patterns", "grabber")
+
     @field_validator("patterns", "grabber")
     @classmethod
     def _names_a_factory(cls, value: str) -> str:
         if value and not _FACTORY.fullmatch(value):
             raise ValueError(f"{value!r} names no factory; write module:name, such as my_bench:Camera")
         return value
-
-    @model_validator(mode="after")
-    def _both_are_named(self) -> Self:
-        if bool(self.patterns) != bool(self.grabber):
-            raise ValueError("patterns and grabber belong together; name both, or neither")
-        return self

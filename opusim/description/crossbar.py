@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from opusim.description.section import StrictSection
+from opusim.description.section import StrictSection, exactly_one, together
 from opusim.temperature import BOLTZMANN_J_PER_K, CHARGE_C, kelvin
 
 
@@ -37,12 +37,12 @@ class PiecewiseSettings(StrictSection):
     branch: float | None = Field(default=None, gt=0, le=1)
     polynomial: list[float] | None = Field(default=None, min_length=1)
 
+    _branch_is_complete = together("branch", "polynomial")
+
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _ordered(self) -> Self:
         if self.lowest > self.highest:
             raise ValueError(f"lowest = {self.lowest:g}: must not exceed highest = {self.highest:g}")
-        if (self.branch is None) != (self.polynomial is None):
-            raise ValueError("branch and polynomial belong together; give both or neither")
         return self
 
 
@@ -73,11 +73,7 @@ class ConverterSettings(StrictSection):
     adc_bits: int | None = Field(default=None, ge=2, le=16)
     adc_bound: float | None = Field(default=None, gt=0)
 
-    @model_validator(mode="after")
-    def _bound_with_bits(self) -> Self:
-        if (self.adc_bits is None) != (self.adc_bound is None):
-            raise ValueError("adc_bits and adc_bound belong together; give both or neither")
-        return self
+    _bound_with_bits = together("adc_bits", "adc_bound")
 
 
 class ProductSettings(StrictSection):
@@ -156,11 +152,7 @@ class LowFrequencySettings(StrictSection):
     power: PowerSettings | None = None
     pieces: PiecewiseSettings | None = None
 
-    @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
-        if (self.power is None) == (self.pieces is None):
-            raise ValueError("give exactly one of power and pieces")
-        return self
+    _one_law = exactly_one("power", "pieces")
 
 
 class CrossbarTemperatureSettings(StrictSection):
@@ -188,10 +180,10 @@ class CrossbarTemperatureSettings(StrictSection):
     read_v: float | None = Field(default=None, gt=0)
     bandwidth_hz: float | None = Field(default=None, gt=0)
 
+    _read_out_is_complete = together("read_v", "bandwidth_hz")
+
     @model_validator(mode="after")
     def _some_law_in_range(self) -> Self:
-        if (self.read_v is None) != (self.bandwidth_hz is None):
-            raise ValueError("read_v and bandwidth_hz belong together; give both or neither")
         if self.read_v is None and self.activation_ev is None:
             raise ValueError("nothing depends on temperature; give read_v and bandwidth_hz, or activation_ev")
         low, high = self.working_c

@@ -10,13 +10,12 @@ It also holds the sections for a device driven by lightonml, for time-outs and e
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from opusim import plugins
 from opusim.description.camera import (
@@ -32,7 +31,15 @@ from opusim.description.crossbar import (
     MeshSettings,
     RingSettings,
 )
-from opusim.description.section import StrictSection, did_you_mean, first_problem, flat, merged, nested
+from opusim.description.section import (
+    StrictSection,
+    did_you_mean,
+    exactly_one,
+    flat,
+    merged,
+    nested,
+    readable,
+)
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text
 from opusim.tables import Shown
@@ -219,12 +226,7 @@ class FrameSettings(StrictSection):
         return max(self.frame_period_us, n_outputs * (self.readout_us_per_output or 0.0), link_us)
 
     def call_seconds(self, frames: int, n_outputs: int = 0) -> float:
-        """Return the time of a call end to end, as far as it is known, seconds: frame periods and what the host adds.
-
-        Args:
-            frames: number of frames of the call.
-            n_outputs: outputs of the window; frames of wide windows may take longer to read out.
-        """
+        """Return the seconds of a call end to end, as far as they are known: frame periods and what the host adds."""
         each = self.period_us(n_outputs) + (self.host_us_per_frame or 0.0)
         return 1e-6 * (frames * each + (self.host_us_per_call or 0.0))
 
@@ -263,10 +265,10 @@ class TemperatureSettings(StrictSection):
     activation_ev: float | None = Field(default=None, gt=0)
     load_ohm: float | None = Field(default=None, gt=0)
 
+    _one_dark_law = exactly_one("doubling_k", "activation_ev")
+
     @model_validator(mode="after")
-    def _one_dark_law(self) -> Self:
-        if (self.doubling_k is None) == (self.activation_ev is None):
-            raise ValueError("give exactly one of doubling_k and activation_ev")
+    def _in_range(self) -> Self:
         if not self.temperature_min_c <= self.temperature_c <= self.temperature_max_c:
             raise ValueError(
                 f"temperature_c = {self.temperature_c:g}: must lie between temperature_min_c = "
@@ -276,11 +278,7 @@ class TemperatureSettings(StrictSection):
         return self
 
     def law(self) -> TemperatureLaw:
-        """Return the law as a function of temperature.
-
-        Raises:
-            ValueError: its numbers contradict each other.
-        """
+        """Return the law as a function of temperature; ValueError if its numbers contradict each other."""
         load, section = self.load_ohm, ArrheniusSettings if self.doubling_k is None else DoublingSettings
         dark = section(**{key: getattr(self, key) for key in section.model_fields}).dark_current()
         return TemperatureLaw(
@@ -303,10 +301,10 @@ class NoiseSettings(StrictSection):
     sigma: float | None = Field(default=None, ge=0)
     temperature_law: TemperatureSettings | None = None
 
+    _one_of_two = exactly_one("sigma", "temperature_law")
+
     @model_validator(mode="after")
-    def _one_of_two(self) -> Self:
-        if (self.sigma is None) == (self.temperature_law is None):
-            raise ValueError("give exactly one of sigma and temperature_law")
+    def _no_overflow(self) -> Self:
         if self.sigma is not None and self.sigma > LARGEST_SIGMA:
             raise ValueError(
                 f"sigma = {self.sigma:g} exceeds {LARGEST_SIGMA:g}, beyond which float32 overflows; lower it"
@@ -472,6 +470,19 @@ class DeviceDescription(Shown, StrictSection):
         transfer = None if self.camera is None else self.camera.transfer
         return transfer is not None and transfer.repeated > 0
 
+    def needed(self, section: str, remedy: str) -> Any:
+        """Return a section; ConfigError if the description lacks it."""
+        if (found := getattr(self, section)) is None:
+            raise ConfigError(self.name, section, f"missing; {remedy}")
+        return found
+
+    def refuse_options(self) -> None:
+        """Refuse the options of a description whose kind takes none."""
+        for key in self.options:
+            raise ConfigError(
+                self.name, f"options.{key}", f"the kind {self.kind!r} takes no options; remove it"
+            )
+
     def dump(self) -> dict[str, Any]:
         """Return plain values under the files' keys, fit for TOML and JSON; the loader takes them back."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -537,11 +548,7 @@ def copied(
 ) -> DeviceDescription:
     """Return a description of another device; what is known only of the original becomes an assumption.
 
-    Args:
-        original: the copied description.
-        changed: the copy, with its own name and the keys that the caller set.
-        title: title of the copy; None makes one that says it is a copy.
-        source: source of the numbers that the caller set; None keeps the source they have.
+    `changed` has its own name and the keys that the caller set, whose source is `source` unless that is None.
     """
     content = changed.dump()
     if title is not None or changed.title == original.title:
@@ -559,15 +566,7 @@ def copied(
 
 
 def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescription:
-    """Make a description of plain values, such as `DeviceDescription.dump` returns.
-
-    Args:
-        file: name of the source in errors.
-        content: nested mapping under the files' keys.
-
-    Raises:
-        ConfigError: as for `load_description`.
-    """
+    """Make a description of plain values, such as `DeviceDescription.dump` returns; errors name the source `file`."""
     off = [
         f"{name}.{part}.{key}"
         for (name, part, bits), keys in _CONVERTERS.items()
@@ -578,10 +577,8 @@ def parse_description(file: str, content: Mapping[str, Any]) -> DeviceDescriptio
     ]
     if off:
         content = _without(content, set(off))
-    try:
+    with readable(file, DeviceDescription, whole="description"):
         return DeviceDescription.model_validate(dict(content))
-    except ValidationError as error:
-        raise first_problem(error, DeviceDescription, file, whole="description") from None
 
 
 def packaged_names() -> tuple[str, ...]:
@@ -598,7 +595,7 @@ def _read(file: str) -> dict[str, Any]:
         except plugins.PluginError as error:
             raise ConfigError(file, "name", f"cannot be read: {error}") from error
         return found
-    try:
+    with readable(file):
         if file.endswith(".toml"):
             return parse_toml(read_text(file))
         names = packaged_names()
@@ -608,20 +605,10 @@ def _read(file: str) -> dict[str, Any]:
         return parse_toml(
             resources.files("opusim.hw_configs").joinpath(f"{file}.toml").read_text(encoding="utf-8")
         )
-    except OSError as error:
-        raise ConfigError(
-            file, "path", f"cannot be read ({error.strerror or error}); check the path"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(file, "syntax", f"not a TOML file: {error}") from None
 
 
 def _with_temperature(file: str, content: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides with `TEMPERATURE` moved to the section whose law uses it.
-
-    Raises:
-        ConfigError: nothing in the device depends on temperature, or the overrides give two temperatures.
-    """
+    """Return the overrides with `TEMPERATURE` moved to the section whose law uses it; ConfigError if none does."""
     given = dict(overrides)
     if TEMPERATURE not in given:
         return given
@@ -665,10 +652,7 @@ def _thermal_read_out(described: Mapping[str, Any], temperature_c: Any) -> dict[
         f"crossbar.temperature.{key}": {"status": "assumed", "source": source}
         for key, source in sources.items()
     }
-    return {
-        "crossbar": {"temperature": section | {TEMPERATURE: temperature_c}},
-        "provenance": provenance,
-    }
+    return {"crossbar": {"temperature": section | {TEMPERATURE: temperature_c}}, "provenance": provenance}
 
 
 def _at(values: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any] | None:

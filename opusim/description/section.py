@@ -15,10 +15,11 @@ import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from opusim.errors import ConfigError
@@ -37,6 +38,50 @@ class StrictSection(Section):
     """A section that converts no types: a string is no number, and 2.0 is no integer."""
 
     model_config = ConfigDict(strict=True, populate_by_name=True)
+
+
+def together(*names: str) -> Any:
+    """Return a validator of a section: all or none of these keys are given; "" counts as not given."""
+
+    def check(section: BaseModel) -> BaseModel:
+        given = [getattr(section, name) not in (None, "") for name in names]
+        if any(given) and not all(given):
+            listed, which = ", ".join(names[:-1]), "both or neither" if len(names) == 2 else "all or none"
+            raise ValueError(f"{listed} and {names[-1]} belong together; give {which}")
+        return section
+
+    return model_validator(mode="after")(check)
+
+
+def exactly_one(*names: str) -> Any:
+    """Return a validator of a section: exactly one of these keys is given."""
+
+    def check(section: BaseModel) -> BaseModel:
+        if sum(getattr(section, name) is not None for name in names) != 1:
+            raise ValueError(f"give exactly one of {', '.join(names[:-1])} and {names[-1]}")
+        return section
+
+    return model_validator(mode="after")(check)
+
+
+@contextmanager
+def readable(
+    file: str,
+    model: type[BaseModel] | None = None,
+    *,
+    whole: str = "",
+    what: str = "a TOML file",
+    remedy: str = "check the path",
+) -> Iterator[None]:
+    """Raise a ConfigError if a file cannot be read within the block, is no TOML, or does not fit a model."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(file, "path", f"cannot be read ({error.strerror or error}); {remedy}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(file, "syntax", f"not {what}: {error}") from None
+    except ValidationError as error:
+        raise first_problem(error, model or BaseModel, file, whole=whole) from None
 
 
 class BadKey(ValueError):
@@ -78,12 +123,7 @@ _ELSEWHERE = {
 
 
 def meant_by(word: str, known: Collection[str]) -> str | None:
-    """Return the known word that is probably meant: one of similar letters, or opusim's word for another tool's.
-
-    Args:
-        word: As it was written. Case does not matter, nor do hyphens in place of underscores.
-        known: The words that may be meant; for a dotted key, its first part.
-    """
+    """Return the known word (or first part of a key) that is meant: of similar letters, or another tool's word."""
     plain = {each.lower().replace("-", "_"): each for each in known}
     written = word.lower().replace("-", "_")
     elsewhere = _ELSEWHERE.get(written, "")
@@ -109,15 +149,8 @@ def first_problem(
 ) -> ConfigError:
     """Turn pydantic's errors into one line that names origin, key and reason.
 
-    An unknown key comes first, because it often is the cause of the others, such as a missing key.
-
-    Args:
-        error: what `model.model_validate` raised.
-        model: the model that was validated, whose keys are suggested.
-        origin: the file, or another name of the source.
-        whole: name of the whole configuration, for errors with no single key at fault.
-        sections: the section under a dotted key, for those that the model's annotations do not name (sections that
-            other packages register).
+    An unknown key comes first, because it often is the cause of the others, such as a missing key. `whole` names what
+    has an error without a key, `sections` hold dotted keys that the annotations do not name (of other packages).
     """
     problems = error.errors(include_url=False)
     problem: Any = next((entry for entry in problems if entry["type"] == "extra_forbidden"), problems[0])
@@ -214,11 +247,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
-    """Turn "a.b" and a value into {"a": {"b": value}}.
-
-    Raises:
-        ConfigError: the key has too many parts.
-    """
+    """Turn "a.b" and a value into {"a": {"b": value}}; ConfigError if the key has too many parts."""
     parts = key.split(".")
     if len(parts) > DEPTH_LIMIT:
         reason = f"has more than {DEPTH_LIMIT} parts; check the key"
@@ -232,11 +261,7 @@ _NUMBERS = re.compile(r"[+-]?\d+(\.\d+)?(e[+-]?\d+)?(\s*,\s*[+-]?\d+(\.\d+)?(e[+
 
 
 def parse_setting(setting: str) -> dict[str, Any]:
-    """Turn "a.b=1.5" into {"a": {"b": 1.5}}; numbers with commas between them are a list.
-
-    Raises:
-        ConfigError: There is no "=" or no key.
-    """
+    """Turn "a.b=1.5" into {"a": {"b": 1.5}}; numbers with commas between them are a list."""
     key, separator, text = setting.partition("=")
     if not separator or not key.strip():
         raise ConfigError("--set", setting, "is not of the form key=value, as in trainer.threshold=0.1")

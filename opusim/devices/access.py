@@ -54,15 +54,7 @@ class LockHeld(Exception):  # a state that callers turn into their own error
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a lock file, which names this process while it is held.
-
-    Args:
-        path: the file; its folder is there.
-
-    Raises:
-        LockHeld: another process holds it, or another caller in this one.
-        OSError: the file cannot be written, or is no lock: a link, a named pipe, or a file with other content.
-    """
+    """Hold a lock file, which names this process meanwhile; LockHeld if another process or caller holds it."""
     lock = FileLock(
         path,
         mode=path.parent.stat().st_mode & 0o666 | 0o600,  # as open as its folder, which users may share
@@ -103,11 +95,7 @@ def is_held(path: Path) -> bool:
 
 
 def _write_holder(descriptor: int) -> None:
-    """Replace the content of a lock file by this process's name.
-
-    Raises:
-        OSError: It is no lock file.
-    """
+    """Replace the content of a lock file by this process's name; OSError if it is no lock file."""
     facts = os.fstat(descriptor)
     content = os.pread(descriptor, _NAME_LIMIT, 0) if stat.S_ISREG(facts.st_mode) else b""
     is_lock = stat.S_ISREG(facts.st_mode) and facts.st_nlink == 1
@@ -119,25 +107,18 @@ def _write_holder(descriptor: int) -> None:
 
 
 def patience_s(setting: float | None) -> float:
-    """Return for how many seconds to wait for a device that is in use: a setting, else OPUSIM_WAIT, else 0.
-
-    Raises:
-        ValueError: OPUSIM_WAIT is no number of seconds.
-    """
+    """Return for how many seconds to wait for a device that is in use: a setting, else OPUSIM_WAIT, else 0."""
     if setting is not None:
         return setting
     return environment_number(WAIT_VARIABLE, 0.0, least=0.0, what="seconds")
 
 
 class ExclusiveUse:
-    """The right to use a device, for this process only.
+    """The right to use a device of a name, for this process only.
 
-    The lock is a file in the folder that OPUSIM_LOCKS names, else in a private folder (`lock_folder`). If
-    several users share a device, all must set OPUSIM_LOCKS to one folder that all can write. The kernel gives the lock
-    back when its holder dies.
-
-    Args:
-        name: the device's name.
+    The lock is a file in the folder that OPUSIM_LOCKS names, else in a private folder (`lock_folder`). If several users
+    share a device, all must set OPUSIM_LOCKS to one folder that all can write. The kernel gives the lock back when its
+    holder dies.
     """
 
     def __init__(self, name: str) -> None:
@@ -145,14 +126,9 @@ class ExclusiveUse:
         self._lock: AbstractContextManager[None] | None = None
 
     def acquire(self, *, wait_s: float = 0.0) -> None:
-        """Acquire the device; nothing happens if this object holds it.
+        """Acquire the device unless this object holds it; the log names the holder for which it waits.
 
-        Args:
-            wait_s: seconds to wait for its holder to end, at least 0; the log names the holder.
-
-        Raises:
-            DeviceBusy: another process has it, or another object of this one; the message says which.
-            DeviceUnavailable: the lock's folder cannot be written.
+        DeviceBusy: another process has it, or another object of this one. DeviceUnavailable: no lock can be written.
         """
         until, told, path = time.monotonic() + wait_s, "", lock_file(self._name)
         while self._lock is None:
@@ -263,15 +239,9 @@ class Access:
     def repeated(
         self, act: Callable[[], Result], recover: Callable[[], None], *, may_run_on: bool = True
     ) -> Result:
-        """Return the result of an act, repeated after a failure that may pass.
+        """Return the result of an act, which calls `once`, repeated after a failure that may pass and `recover`.
 
-        Args:
-            act: calls `once`.
-            recover: called before each further attempt.
-            may_run_on: whether an act that still runs after its time-out is begun again.
-
-        Raises:
-            DeviceTimeout, DeviceUnavailable, DeviceBusy: the last failure, if every attempt failed.
+        An act that still runs after its time-out is begun again if it `may_run_on`. The last failure is raised.
         """
         attempts = Retrying(
             retry=retry_if_exception(
@@ -298,13 +268,8 @@ class Access:
     def once(self, act: Callable[[], Result], *, undo: Callable[[], None] | None = None) -> Result:
         """Return the result of one call.
 
-        Args:
-            act: makes the call.
-            undo: called in the call's own thread if the call ends after it was abandoned.
-
-        Raises:
-            DeviceTimeout: the call took longer than `timeout_s` and is abandoned, or the driver reports a time-out.
-            DeviceUnavailable: the driver reports another OSError; a run survives it.
+        One that takes longer than `timeout_s` is abandoned (DeviceTimeout), with `undo` in its own thread once it ends.
+        An OSError of the driver is a DeviceUnavailable, which a run survives.
         """
         timeout, self._runs_on = self.timeout_s, False
         try:
@@ -383,12 +348,7 @@ INSTALL_LIGHTONML = "pip install 'opusim[lighton]', and then pip install --no-de
 
 
 def require_present(description: DeviceDescription) -> None:
-    """Refuse a device that is missing or taken; the device itself is not touched.
-
-    Raises:
-        DeviceUnavailable: its driver is not installed.
-        DeviceBusy: another process holds it.
-    """
+    """Refuse a device whose driver is missing, or that another process holds; the device itself is not touched."""
     if description.lighton is not None:
         require_lighton(description.name, description.lighton)
     if description.access is not None and description.access.exclusive:
@@ -398,11 +358,7 @@ def require_present(description: DeviceDescription) -> None:
 
 
 def require_lighton(name: str, settings: LightonSettings) -> None:
-    """Refuse a device behind lightonml if lightonml, its driver or its own configuration is missing.
-
-    Raises:
-        DeviceUnavailable: the message says what to install, where to run, or what is wrong with the configuration.
-    """
+    """Refuse a device behind lightonml if lightonml, its driver or its own configuration is missing."""
     file = settings.config_file
     if file and not file.startswith("http"):  # an address is left to lightonml
         text = f"device {name!r}: lighton.config_file = {file!r}"

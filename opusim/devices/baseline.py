@@ -108,11 +108,7 @@ class Baseline:
 
     @classmethod
     def from_array(cls, array: np.ndarray) -> Baseline:
-        """Return the baseline of an array from `to_array`.
-
-        Raises:
-            ValueError: it has too few rows, as arrays of earlier versions have.
-        """
+        """Return the baseline of an array from `to_array`; ValueError if it has too few rows, as earlier versions'."""
         packed = int(array[-4, 0]) if len(array) > 10 else 0
         if len(array) < 11 + packed:
             raise ValueError(
@@ -126,13 +122,9 @@ class Baseline:
 
 
 def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, readings: int) -> Baseline:
-    """Take the first look.
+    """Take the first look, with ternary reference vectors and binary patterns, a row each.
 
-    Args:
-        read: takes readings of ternary vectors, a row each.
-        show: takes frames of binary patterns.
-        vectors: the reference vectors, shape (vectors, n_inputs).
-        readings: number for each vector; at least twice as many blank ones are taken, up to 4,096 by a narrow window.
+    At least twice as many blank readings are taken as of each vector, up to 4,096 by a narrow window.
     """
     taken = np.stack([read(vectors) for _ in range(readings)])  # (readings, vectors, n_outputs)
     reference, outputs = taken.mean(axis=0), taken.shape[2]
@@ -162,13 +154,7 @@ def measure_baseline(read: Readings, show: ShowsFrames, vectors: torch.Tensor, r
 def measure_noise(
     read: Callable[[torch.Tensor], torch.Tensor], n_inputs: int, readings: int = 64
 ) -> MeasuredNoise:
-    """Measure what a device that states no law needs for training: variances of blank and of repeated frames.
-
-    Args:
-        read: takes readings of ternary vectors, a row each; never of data.
-        n_inputs: width of a vector.
-        readings: of each of at most three vectors.
-    """
+    """Measure what a device that states no law needs for training: variances of blank and of repeated frames."""
     dense = reference_vectors(1, n_inputs)[0]
     levels = sorted({0, -(-n_inputs // 2), n_inputs})
     shown = torch.stack([torch.where(torch.arange(n_inputs) < level, dense, 0.0) for level in levels])
@@ -238,12 +224,7 @@ class ShiftTest:
     """
 
     def __init__(
-        self,
-        tolerance: float,
-        error: float,
-        first_error: float,
-        level: float,
-        numbers: float | None = None,
+        self, tolerance: float, error: float, first_error: float, level: float, numbers: float | None = None
     ) -> None:
         self.tolerance = tolerance + SURE * first_error
         self.error = _INFLATION * max(error, _FLOOR)

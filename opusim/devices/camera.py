@@ -28,8 +28,7 @@ from opusim.camera.from_description import (
     speckle_of,
     under_power,
 )
-from opusim.camera.moving import Hops, Motion, motion, overlaps
-from opusim.camera.speckle import Speckle
+from opusim.camera.speckle import Hops, Motion, Speckle, motion, overlaps
 from opusim.description.schema import DeviceDescription
 from opusim.devices.base import NoisyDevice
 from opusim.devices.inputs import BinaryFrames, ternary_batch
@@ -62,13 +61,6 @@ class CameraDevice(NoisyDevice):
     Attributes:
         speckle: the medium as the camera sees it.
         is_holographic: whether the linear product is read with a reference beam instead of the anchor's complements.
-
-    Args:
-        description: one with the sections ``[medium]`` and ``[camera]``.
-        **window: as for `NoisyDevice`; n_inputs and the reference mirrors together are at least 2.
-
-    Raises:
-        ConfigError: a section is missing or contradicts another; at opening, too many outputs would be saturated.
     """
 
     can = NoisyDevice.can | {"matrix", "intensities"}
@@ -76,11 +68,8 @@ class CameraDevice(NoisyDevice):
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
         self._settings, _ = camera_sections(description)
-        if type(self) is CameraDevice and description.options:
-            key = f"options.{next(iter(description.options))}"
-            raise ConfigError(
-                description.name, key, f"the kind {description.kind!r} takes no options; remove it"
-            )
+        if type(self) is CameraDevice:
+            description.refuse_options()
         self.speckle = speckle_of(description, self.n_inputs, self.n_outputs)
         self._law = self.speckle.law
         seed = self._seed if self.mode == "experiment" else None
@@ -161,10 +150,7 @@ class CameraDevice(NoisyDevice):
         """Return the law in the units of the readings: with each output's measured anchor in place of the exact one.
 
         A factor that all anchors share is no measurement error but other light, which is no part of the law: the mean
-        anchor stays the described one.
-
-        Raises:
-            NoiseBelowCertificate: The anchors show more light than the certificate allows.
+        anchor stays the described one. NoiseBelowCertificate: the anchors show more light than is certified.
         """
         law = super()._law_as_decoded()
         if not isinstance(law, PhotonCountNoise | FluctuatingCountNoise):
@@ -186,11 +172,7 @@ class CameraDevice(NoisyDevice):
         """Return the matrix B of the readings B x + noise: float32, shape (n_outputs, n_inputs).
 
         From the medium, the measured anchor and the fixed pattern; hardware cannot tell it. Exact if no frame
-        saturates and nothing is rounded.
-
-        Raises:
-            ValueError: it exceeds the description's dense_limit_mib.
-            DeviceUnavailable: the device is closed.
+        saturates and nothing is rounded. ValueError if it exceeds the description's dense_limit_mib.
         """
         scale, offset = self.recovery.decode()
         total, exposure = self.speckle.total, self.exposure
@@ -213,7 +195,7 @@ class CameraDevice(NoisyDevice):
         frames adds (scale K)^2 sum over frames f, g of w_f w_g C_fg light_f light_g; rounding and the ends are then
         taken at mean power. A medium that moves within a call adds as much with the covariance of the frames' light in
         place of C_fg light_f light_g, given the present medium: the variance is that of the first reading of the next
-        call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.moving.motion`),
+        call. For fields of means m_f and covariances k_fg of each real part (`opusim.camera.speckle.motion`),
             Cov[|u_f|^2, |u_g|^2] = 4 k_fg m_f . m_g + 4 k_fg^2,      over M if M modes are averaged.
 
         Raises:
@@ -245,9 +227,6 @@ class CameraDevice(NoisyDevice):
 
         It differs from B x by the biases of rounding and saturation: at most scale times half a step for each frame. Of
         a medium that moves within a call, e^-t of the present field remains; see `reading_variance`.
-
-        Raises:
-            NoiseUnknown: as for `reading_variance`.
         """
         require_lawful_readings(self.name, self._settings)
         scale, offset = self.recovery.decode()
@@ -266,12 +245,7 @@ class CameraDevice(NoisyDevice):
         return rates
 
     def _expected_fields(self, x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return means of the fields of all frames of each vector, and covariances of their real parts.
-
-        Returns:
-            float64, shapes (2, frames, batch, pixels) and (frames, frames, batch); the latter is 0 for a medium at
-            rest.
-        """
+        """Return means of all frames' fields, (2, frames, batch, pixels), and covariances, (frames, frames, batch)."""
         shown = ternary_batch(x, self.n_inputs, self._torch_device)
         fields = self._frame_fields(self.speckle.fields(_binary_parts(shown)).double()).numpy()
         frames, rows = fields.shape[1], shown.shape[0]
@@ -310,16 +284,8 @@ class CameraDevice(NoisyDevice):
     def count_law(self, x: torch.Tensor, *, at_mean_power: bool = False) -> CountLaw:  # (vectors, n_inputs)
         """Return the law of the counts in readings of some ternary vectors, at any operating point.
 
-        Args:
-            x: entries -1, 0 and 1, shape (vectors, n_inputs).
-            at_mean_power: Whether the caller allows for light that fluctuates (`CountLaw.power`); rates are then those
-                at mean power. Without it such light is refused.
-
-        Raises:
-            ConfigError: the description switches shot noise off, or lets the light fluctuate, and counts then have no
-                such law.
-            NoiseUnknown: the medium drifts, or frames are dropped or repeated.
-            DeviceUnavailable: the device is closed.
+        Light that fluctuates is refused unless the caller allows for it (`CountLaw.power`): rates are then those
+        `at_mean_power`. ConfigError: shot noise is off. NoiseUnknown: the medium drifts, or frames may be lost.
         """
         self._require_open()
         require_fixed_rates(self.name, self._settings)
@@ -353,12 +319,7 @@ class CameraDevice(NoisyDevice):
         )
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)
-        """Return how temperature sets the noise of readings, averaged over some ternary vectors and all outputs.
-
-        Raises:
-            ConfigError: the description has no dark current, or counts without shot noise.
-            DeviceUnavailable: the device is closed.
-        """
+        """Return how temperature sets the noise of readings, averaged over some ternary vectors and all outputs."""
         sensor, dark = self.exposure.sensor, self._settings.dark_law()
         if dark is None:
             raise ConfigError(
@@ -413,20 +374,9 @@ class CameraDevice(NoisyDevice):
         exposure_us: float | None = None,
         temperature_c: float | None = None,
     ) -> np.ndarray:
-        """Return frames under uniform light instead of speckle, as EMVA 1288 wants them.
+        """Return frames (count, n_outputs), DN, under uniform light instead of speckle, as EMVA 1288 wants them.
 
-        Args:
-            count: frames, at least 1.
-            photons: mean photons on a pixel during the exposure, at least 0; bias light comes on top.
-            exposure_us: exposure, or None for the description's.
-            temperature_c: of the sensor, or None for the description's.
-
-        Returns:
-            float32, shape (count, n_outputs), DN.
-
-        Raises:
-            ValueError: a number out of range.
-            DeviceUnavailable: the device is closed.
+        `photons` is the mean on a pixel during the exposure, bias light comes on top; None: as described.
         """
         self._require_open()
         checks.integer(count=count, minimum=1)
@@ -446,19 +396,7 @@ class CameraDevice(NoisyDevice):
         return numbers
 
     def dimmed_frames(self, x: torch.Tensor, light: float) -> np.ndarray:  # (frames, n_inputs)
-        """Return frames of binary vectors with the laser at a multiple of the described light.
-
-        Args:
-            x: entries 0 and 1, shape (frames, n_inputs).
-            light: above 0; `count_law` tells the rates at any light.
-
-        Returns:
-            float32, shape (frames, n_outputs), DN.
-
-        Raises:
-            ValueError: the light is out of range, or an entry of x.
-            DeviceUnavailable: the device is closed.
-        """
+        """Return frames (frames, n_outputs), DN, of binary vectors, the laser at a multiple of the described light."""
         self._require_open()
         checks.positive(light=light)
         shown = BinaryFrames(x, self.n_inputs, packed=False).rows(0, len(x), self._torch_device)
@@ -469,18 +407,7 @@ class CameraDevice(NoisyDevice):
         return dimmed.expose(self._fields(shown), self._stream).cpu().numpy()
 
     def anchor_frames(self, count: int) -> np.ndarray:
-        """Return frames of the anchor, every mirror of the window on.
-
-        Args:
-            count: frames, at least 1.
-
-        Returns:
-            float32, shape (count, n_outputs), DN.
-
-        Raises:
-            ValueError: count is out of range.
-            DeviceUnavailable: the device is closed.
-        """
+        """Return frames (count, n_outputs), DN, of the anchor, every mirror of the window on."""
         self._require_open()
         checks.integer(count=count, minimum=1)
         self._meter.count(count)
@@ -496,12 +423,8 @@ class CameraDevice(NoisyDevice):
 
         Entries of the field's two real media are stationary Ornstein-Uhlenbeck processes with correlation
         exp(-|t - s| / decorrelation_s) between any two times (`opusim.camera.speckle`), times a factor for each hop
-        of the laser (`opusim.camera.moving`). With ``drift.within_call`` the next frame is exposed at that time, and
-        the medium moves on with every frame.
-
-        Raises:
-            ConfigError: the description has no drift.
-            ValueError: the time is out of range.
+        of the laser (`opusim.camera.speckle`). With ``drift.within_call`` the next frame is exposed at that time, and
+        the medium moves on with every frame. ConfigError: the description has no drift.
         """
         checks.non_negative(time_s=time_s)
         if self._settings.drift is None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
-import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Discriminator, Field, Tag, ValidationError
+from pydantic import Discriminator, Field, Tag
 from typing_extensions import override
 
 from opusim.description.schema import DeviceDescription
-from opusim.description.section import StrictSection, first_problem
+from opusim.description.section import StrictSection, readable
 from opusim.errors import ConfigError
 from opusim.files import parse_toml, read_text, to_toml
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, NoiseModel, PhotonCountNoise
@@ -138,27 +137,12 @@ class _CountLaw(_Law):
     gain_dn_per_e_high: float | None = Field(default=None, gt=0)
     light_spread: Literal["unknown"] | None = None
 
-    @property
-    def least_light(self) -> float:
-        """Lower limit of any frame's light over the description's, at least 0.
-
-        The mean is at least `light_ratio_low`, no frame exceeds `light_ratio_high`, and frames fall below the mean by
-        no more than they exceed it.
-        """
-        return max(0.0, 2 * self.light_ratio_low - self.light_ratio_high)
-
     def dark_of_groups(self, pixels: int) -> tuple[float, float, float]:
-        """Return limits of the dark charge that all outputs share, and of how far the mean of a group may lie from it.
+        """Return limits of the dark charge D of all outputs, and of a group's mean deviation from it, electrons.
 
         With dark charges D + e_j, e_j independent N(0, s^2) over outputs, the mean of e over n outputs that were chosen
         without regard to e is N(0, s^2 / n), so it lies within `dark_deviation_e` / sqrt(n) if `dark_deviation_e` is
         the same quantile of N(0, s^2). A certificate without these numbers leaves each output its own limits.
-
-        Args:
-            pixels: n, outputs of a group.
-
-        Returns:
-            Lower and upper limit of D, and of the mean deviation of a group, electrons.
         """
         low, high, deviation = self.dark_mean_e_low, self.dark_mean_e_high, self.dark_deviation_e
         if low is None or high is None or deviation is None:
@@ -323,16 +307,10 @@ class Certificate(Shown, StrictSection):
     def check_device(
         self, description: DeviceDescription, *, n_outputs: int, n_inputs: int | None = None
     ) -> None:
-        """Refuse a certificate of another device, of another state of its description or of another window.
+        """Refuse (ConfigError) a certificate of another device, of another state of its description or window.
 
-        Args:
-            description: the device's.
-            n_outputs: outputs of the open window; the smallest noise of some outputs does not bound that of more.
-            n_inputs: its inputs, or None if they are not known yet. Hardware decodes a reading by the width of its
-                window, so the noise of one width, in projection units, does not bound the noise of another.
-
-        Raises:
-            ConfigError: it is not this device's.
+        The smallest noise of some outputs does not bound that of more. Hardware decodes a reading by the width of its
+        window, so the noise of one width, in projection units, does not bound the noise of another (None: not known).
         """
         is_other = n_inputs not in (None, self.n_inputs) and not description.is_simulated
         of_window = self.noise is not None and self.noise.law == "gaussian"
@@ -368,11 +346,7 @@ class Certificate(Shown, StrictSection):
         return content if self.trust else {key: value for key, value in content.items() if key != "trust"}
 
     def age_days(self, today: datetime.date) -> int:
-        """Return how many days ago its frames were taken; 0 also for a date of tomorrow, in another time zone.
-
-        Raises:
-            ConfigError: its date is no date, or lies in the future.
-        """
+        """Return how many days ago its frames were taken; 0 also for a date of tomorrow, in another time zone."""
         try:
             made = datetime.date.fromisoformat(self.date)
         except ValueError:
@@ -385,11 +359,7 @@ class Certificate(Shown, StrictSection):
         return max(age, 0)
 
     def certified(self, noise: NoiseModel) -> NoiseModel:
-        """Return the law with the certificate's limits in place of the description's numbers.
-
-        Raises:
-            ConfigError: the certificate has no law, or another law.
-        """
+        """Return the law with the certificate's limits for the description's numbers; ConfigError if it has none."""
         if self.noise is None or _kind_of_law(self.noise) not in ("other", noise.law):
             law = "no law" if self.noise is None else f"the law {self.noise.law!r}"
             raise ConfigError(self.device, "certificate", f"certifies {law}, the device has {noise.law!r}")
@@ -407,25 +377,13 @@ _EARLIER = {
 
 
 def load_certificate(path: str | Path) -> Certificate:
-    """Read what `Certificate.write` wrote.
-
-    Raises:
-        ConfigError: the file cannot be read, is no certificate, or rests on an earlier version's weaker tests.
-    """
-    try:
+    """Read what `Certificate.write` wrote, unless it rests on an earlier version's weaker tests (ConfigError)."""
+    with readable(str(path), Certificate, whole="certificate"):
         content = parse_toml(read_text(path))
         weakness = _EARLIER.get(str(content.get("schema")))
         if weakness is not None:
             raise ConfigError(str(path), "schema", f"{weakness}; calibrate the device again")
         return Certificate.model_validate(content)
-    except OSError as error:
-        raise ConfigError(
-            str(path), "path", f"cannot be read ({error.strerror or error}); check the path"
-        ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(str(path), "syntax", f"not a TOML file: {error}") from None
-    except ValidationError as error:
-        raise first_problem(error, Certificate, str(path), whole="certificate") from None
 
 
 def digest_of(description: DeviceDescription) -> str:

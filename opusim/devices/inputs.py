@@ -21,19 +21,10 @@ Array = TypeVar("Array", torch.Tensor, np.ndarray)
 
 
 def ternary_batch(x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.device) -> torch.Tensor:
-    """Return a checked batch as a float32 tensor on the device's torch device.
+    """Return a batch (batch, n_inputs) of entries -1, 0, 1 and any real dtype as float32 on the device's torch device.
 
-    Args:
-        x: shape (batch, n_inputs), any real, integer or boolean dtype, entries in {-1, 0, 1}.
-        n_inputs: the device's width.
-        device: torch device the simulation runs on.
-
-    Returns:
-        float32, shape (batch, n_inputs); may share memory with x.
-
-    Raises:
-        TypeError: x is no tensor or array, or is complex.
-        ValueError: wrong shape, a tensor that requires a gradient, or an entry that is not ternary.
+    It may share memory with x. TypeError: x is no tensor or array, or is complex. ValueError: another shape, a tensor
+    that requires a gradient, or another entry.
     """
     tensor = _real_rows(x, n_inputs)
     check_ternary(tensor)
@@ -41,20 +32,7 @@ def ternary_batch(x: torch.Tensor | np.ndarray, n_inputs: int, device: torch.dev
 
 
 def real_batch(x: torch.Tensor | np.ndarray, width: int, device: torch.device) -> torch.Tensor:
-    """Return a checked batch of real inputs as a float32 tensor on the device's torch device.
-
-    Args:
-        x: shape (batch, width), any real, integer or boolean dtype, entries in [-1, 1].
-        width: the inputs of the product.
-        device: torch device the simulation runs on.
-
-    Returns:
-        float32, shape (batch, width); may share memory with x.
-
-    Raises:
-        TypeError: x is no tensor or array, or is complex.
-        ValueError: wrong shape, a tensor that requires a gradient, or an entry outside [-1, 1].
-    """
+    """Return a batch (batch, width) in [-1, 1] as float32 on the device's torch device; see `ternary_batch`."""
     tensor = _real_rows(x, width).to(device=device, dtype=torch.float32)
     if tensor.numel():
         low, high = (float(end) for end in torch.aminmax(tensor))
@@ -72,11 +50,7 @@ def real_batch(x: torch.Tensor | np.ndarray, width: int, device: torch.device) -
 
 
 def matrix_to_program(matrix: torch.Tensor, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return a matrix with entries in [-1, 1] as a float32 tensor on the device's torch device.
-
-    Raises:
-        TypeError, ValueError: it is no tensor, has another shape than (n_outputs, n_inputs), or another entry.
-    """
+    """Return a matrix (n_outputs, n_inputs) in [-1, 1] as a float32 tensor on the device's torch device."""
     checks.instance(torch.Tensor, matrix=matrix)
     checks.shape(shape, matrix=matrix, remedy="pad it with zeros, or open another window")
     checks.in_range(-1, 1, matrix=matrix.detach().cpu(), remedy="divide by the largest magnitude")
@@ -106,17 +80,9 @@ def _real_rows(x: torch.Tensor | np.ndarray, n_inputs: int) -> torch.Tensor:
 
 
 class BinaryFrames:
-    """Checked binary vectors, made float32 a few rows at a time.
+    """Checked binary vectors (frames, n_inputs), made float32 a few rows at a time.
 
-    Args:
-        x: shape (frames, n_inputs), any real, integer or boolean dtype, entries 0 and 1.
-        n_inputs: the device's width.
-        packed: whether x holds eight mirrors in a byte, as `numpy.packbits` gives them: uint8, shape
-            (frames, ceil(n_inputs / 8)).
-
-    Raises:
-        TypeError: x is no tensor or array, is complex, or is packed and not uint8.
-        ValueError: wrong shape, a tensor that requires a gradient, or an entry other than 0 and 1.
+    `packed` ones hold eight mirrors in a byte, as `numpy.packbits` gives them: uint8, (frames, ceil(n_inputs / 8)).
     """
 
     def __init__(self, x: torch.Tensor | np.ndarray, n_inputs: int, *, packed: bool = False) -> None:
@@ -163,12 +129,7 @@ class BinaryFrames:
 
 
 def new_intensities(x: Array, shape: tuple[int, int], out: np.ndarray | torch.Tensor | None) -> Any:
-    """Return where intensities are written: `out` once it is checked, or a new array of x's library.
-
-    Raises:
-        TypeError: out is no array or tensor, or neither float32 nor uint8.
-        ValueError: out has another shape.
-    """
+    """Return where intensities are written: `out`, float32 or uint8, once checked, or a new array of x's library."""
     if out is None:
         if isinstance(x, np.ndarray):
             return np.empty(shape, dtype=np.float32)
@@ -181,11 +142,7 @@ def new_intensities(x: Array, shape: tuple[int, int], out: np.ndarray | torch.Te
 
 
 def write_intensities(out: Any, start: int, numbers: torch.Tensor) -> None:
-    """Write rows of intensities into an array of `new_intensities`.
-
-    Raises:
-        ValueError: out is uint8, and a number is not a whole one from 0 to 255.
-    """
+    """Write rows of intensities into an array of `new_intensities`; uint8 takes whole numbers from 0 to 255 only."""
     rows = slice(start, start + len(numbers))
     if out.dtype == (np.uint8 if isinstance(out, np.ndarray) else torch.uint8):
         codes = numbers.to(torch.uint8)
@@ -203,16 +160,7 @@ def like_input(y: torch.Tensor, x: Array) -> Array:
 
 
 def drawn_shape(shape: Sequence[int], n_outputs: int, law: NoiseModel | None) -> tuple[int, ...]:
-    """Return a checked shape of drawn noise.
-
-    Args:
-        shape: lengths of at least 0; the last one n_outputs unless the law is Gaussian and the same at every output.
-        n_outputs: the device's outputs.
-        law: the noise's, or None if it is unknown.
-
-    Raises:
-        TypeError, ValueError: another shape.
-    """
+    """Return a checked shape of drawn noise; it ends in n_outputs unless a Gaussian law is the same at every output."""
     for length in shape:
         checks.integer(length=length, minimum=0)
     uniform = isinstance(law, GaussianNoise) and law.is_uniform
@@ -225,16 +173,7 @@ def drawn_shape(shape: Sequence[int], n_outputs: int, law: NoiseModel | None) ->
 
 
 def check_reading(y: torch.Tensor, shape: tuple[int, ...], name: str) -> None:
-    """Refuse what cannot be a reading.
-
-    Args:
-        y: what the device's class returned.
-        shape: what it was asked for.
-        name: the device's name.
-
-    Raises:
-        DeviceFault: no float32 tensor, another shape, or an entry that is not finite.
-    """
+    """Refuse (DeviceFault) what is no finite float32 tensor of the shape that the device's class was asked for."""
     if not isinstance(y, torch.Tensor) or y.dtype != torch.float32:
         found = f"a tensor of {y.dtype}" if isinstance(y, torch.Tensor) else f"a {type(y).__name__}"
         raise DeviceFault(f"device {name!r} returned {found}, not a float32 tensor; correct its class")

@@ -99,13 +99,7 @@ def device_kinds() -> dict[str, str]:
 def device_factory(file: str, kind: str) -> DeviceFactory:
     """Return the factory of a kind: first opusim's, then registered ones, then those of other packages.
 
-    Args:
-        file: what to call the description in errors.
-        kind: the word that it gives.
-
-    Raises:
-        ConfigError: no such kind.
-        DeviceUnavailable: its package does not import, or two packages bring it.
+    ConfigError if there is none; DeviceUnavailable if its package does not import, or two packages bring it.
     """
     if not plugins.is_ours(ENTRY_POINT_GROUP, kind) and kind in _registered:
         return _registered[kind]
@@ -131,11 +125,7 @@ def capabilities_of(description: DeviceDescription) -> tuple[Capability, ...]:
 
 
 def require_described(description: DeviceDescription) -> None:
-    """Refuse a description that the class of its kind cannot run, if that class can tell without being opened.
-
-    Raises:
-        ConfigError: a section is missing, or a key has no use.
-    """
+    """Refuse (ConfigError) a description that its kind's class cannot run, if it can tell without being opened."""
     factory = device_factory(description.name, description.kind)
     getattr(factory, "require_described", lambda _: None)(description)
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from opusim.description.schema import DeviceDescription
+from opusim.description.schema import DeviceDescription, LightonSettings
 from opusim.devices.access import INSTALL_LIGHTONML, require_lighton
 from opusim.devices.base import NoisyDevice
 from opusim.devices.kinds import Capability
@@ -59,13 +59,6 @@ class LightonDevice(NoisyDevice):
     The simulated device is a noiseless product whose matrix comes from the description's medium.seed; ``[noise]`` adds
     Gaussian noise to it in software. The appliance has noise of an unpublished law: `noise` is what
     ``[noise]`` assumes or a certificate found, and without either it is refused.
-
-    Args:
-        description: one with a section ``[lighton]``.
-        **window: as for `opusim.devices.base.NoisyDevice`.
-
-    Raises:
-        ConfigError: the section is missing, or a simulated device has no medium.
     """
 
     can = NoisyDevice.can | {"intensities"}
@@ -74,13 +67,11 @@ class LightonDevice(NoisyDevice):
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.lighton is None:
-            raise ConfigError(description.name, "lighton", "missing; a device of this kind needs [lighton]")
-        self._settings = description.lighton
-        if self._settings.simulated and description.medium is None:
-            raise ConfigError(
-                description.name, "medium", "missing; a simulated device needs [medium] with a seed"
-            )
+        self._settings: LightonSettings = description.needed(
+            "lighton", "a device of this kind needs [lighton]"
+        )
+        if self._settings.simulated:
+            description.needed("medium", "a simulated device needs [medium] with a seed")
         self._std = None if description.noise is None else description.noise.value()
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
         self._opu: Any = None
@@ -93,11 +84,7 @@ class LightonDevice(NoisyDevice):
 
     @property
     def described_noise(self) -> GaussianNoise:
-        """Gaussian, as the description assumes.
-
-        Raises:
-            NoiseUnknown: it assumes nothing.
-        """
+        """Gaussian, as the description assumes; NoiseUnknown if it assumes nothing."""
         if self._std is None:
             raise NoiseUnknown(
                 f"device {self.name!r}: its noise is not known; measure it by "
@@ -106,11 +93,7 @@ class LightonDevice(NoisyDevice):
         return GaussianNoise(std=self._std, n_outputs=self.n_outputs)
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """B of the simulated device, float32, shape (n_outputs, n_inputs).
-
-        Raises:
-            CapabilityMissing: hardware cannot tell its matrix; project unit vectors instead.
-        """
+        """B of the simulated device, float32, shape (n_outputs, n_inputs); hardware cannot tell it."""
         self.require("matrix")
         self._require_open()
         b = self._opu.device.random_matrix.real.T * (math.sqrt(self.n_inputs) * (self._settings.scale or 1.0))
@@ -206,11 +189,7 @@ class LightonDevice(NoisyDevice):
 
 
 def import_lightonml() -> types.ModuleType:
-    """Import lightonml.
-
-    Raises:
-        DeviceUnavailable: it is not installed, or does not import.
-    """
+    """Import lightonml; DeviceUnavailable if it is not installed, or does not import."""
     if "pkg_resources" not in sys.modules and importlib.util.find_spec("pkg_resources") is None:
         sys.modules["pkg_resources"] = _pkg_resources()
     try:
@@ -283,11 +262,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def translated(name: str) -> Iterator[None]:
-    """Turn every exception of lightonml into an error of this project; Ctrl-C passes.
-
-    Args:
-        name: the device's name, for messages.
-    """
+    """Turn every exception of lightonml into an error of this project that names the device; Ctrl-C passes."""
     try:
         yield
     except (DeviceError, ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):

@@ -145,30 +145,17 @@ class Unmonitored:
         return 0
 
     def check(self, step: int = BEFORE_ALL) -> None:
-        """Look at fresh blank and reference readings.
+        """Look at fresh blank and reference readings; `step` is the one that follows.
 
-        Args:
-            step: the step that follows.
-
-        Raises:
-            NoiseBelowCertificate: the noise is weaker than the law that a privacy statement rests on.
-            DeviceFault: the readings repeat, saturate, are dark, have another size, another noise or another medium.
+        NoiseBelowCertificate: the noise is weaker than the law that a privacy statement rests on. DeviceFault: readings
+        repeat, saturate, are dark, have another size, another noise or another medium.
         """
 
     def smallest_changes(self, checks: int) -> dict[str, float]:
         """Return the smallest change that each sequential test finds within some checks, with probability 0.99.
 
-        Args:
-            checks: at least 1.
-
-        Returns:
-            Relative loss and gain of light, correlation of the medium, share of silent outputs, and relative loss and
-            gain of the noise's variance: in the mean over outputs, and of one output below a certified law. NaN: no
-            change is found.
-
-        Raises:
-            TypeError, ValueError: checks is no integer of at least 1.
-            DeviceUnavailable: the device is not monitored.
+        Relative loss and gain of light, correlation of the medium, share of silent outputs, and relative loss and gain
+        of the noise's variance: in the mean over outputs, and of one output below a certified law. NaN: none is found.
         """
         raise DeviceUnavailable(f"device {self._name!r} is not monitored; give it a section [monitor]")
 
@@ -189,9 +176,6 @@ class Monitor(Unmonitored):
         show: takes frames of fixed patterns, or tells that the device has none.
         baseline: the device as it was when a run began, or None to measure it now.
         certified: whether the law is a certificate's; each check then takes more blank readings.
-
-    Raises:
-        ValueError: the baseline holds another number of reference vectors.
     """
 
     baseline: Baseline

@@ -159,32 +159,19 @@ _PROJECT, _DRAW, _PROJECT_FOR_ALL = range(3)
 class SharedDevice(NoisyDevice):
     """A device that several processes use as one: `opusim.open_shared_device` opens it.
 
-    The first process holds the device. In each call the others send it their rows, it reads the rows of all processes
-    in the order of ranks, in one reading call, and sends each process its readings. A row therefore has the same noise
-    as in a single process that shows all rows in this order.
+    The first process holds the device (`held`). In each call the others send it their rows, it reads the rows of all
+    processes in the order of ranks, in one reading call, and sends each process its readings. A row therefore has the
+    same noise as in a single process that shows all rows in this order.
 
     Every process must make the same calls in the same order; a process without rows passes an empty batch. An error of
     the device, or of one process's arguments, is raised in every process. `seek` takes effect in the next call.
-
-    Attributes:
-        held: The device itself on the first process, None on the others.
-
-    Args:
-        opener: Opens the device; called on the first process only.
-        ranks: The processes.
-
-    Raises:
-        DeviceError: The device cannot be opened; on every process.
-        ProcessLost: Another process ended or did not answer in time.
     """
 
     reads_noise = True
 
     def __init__(self, opener: Callable[[], NoisyDevice], ranks: Ranks) -> None:
         self.held: NoisyDevice | None = None
-        self._ranks = ranks
-        self._step = _NOT_SOUGHT
-        self._has_met = False
+        self._ranks, self._step, self._has_met = ranks, _NOT_SOUGHT, False
 
         def opened() -> tuple[DeviceDescription, dict[str, Any], NoiseModel | None, Usage]:
             self.held = device = opener().open()
@@ -330,11 +317,7 @@ class SharedDevice(NoisyDevice):
         self._step = _NOT_SOUGHT
 
     def _agree_on(self, act: int, rows: int, width: int) -> list[int]:
-        """Return each process's number of rows once all of them have made the same call.
-
-        Raises:
-            DeviceError: The processes made different calls.
-        """
+        """Return each process's number of rows; DeviceError unless all of them have made the same call."""
         self._has_met = True
         step = self._step - 2**64 if self._step >= 2**63 else self._step  # as a signed number of 64 bits
         found = self._ranks.rows([act, step, int(self._step == _NOT_SOUGHT), width, rows])

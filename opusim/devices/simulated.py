@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from opusim.description.schema import DeviceDescription, MediumSettings
+from opusim.description.schema import DeviceDescription, MediumSettings, NoiseSettings
 from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
@@ -25,17 +25,7 @@ class SimulatedDevice(NoisyDevice):
     """A device whose B is a `opusim.medium.transmission.Medium` with the description's seed.
 
     Its `intensities` are |R x|^2 of a complex medium R = (P + iQ) / sqrt 2 of the same seed, independent of B: P and Q
-    are the real media that a `camera` device has.
-
-    Attributes:
-        medium: the medium of the open window.
-
-    Args:
-        description: a description with a section ``[medium]`` and no ``[options]``.
-        **window: as for `NoisyDevice`.
-
-    Raises:
-        ConfigError: a section is missing or superfluous.
+    are the real media that a `camera` device has. `medium` is that of the open window.
     """
 
     can = NoisyDevice.can | {"matrix", "intensities"}
@@ -56,21 +46,10 @@ class SimulatedDevice(NoisyDevice):
 
     @classmethod
     def require_described(cls, description: DeviceDescription) -> MediumSettings:
-        """Return the medium's settings of a description that this class can run.
-
-        Raises:
-            ConfigError: there is no section ``[medium]``, or there are options.
-        """
-        if description.medium is None:
-            raise ConfigError(
-                description.name, "medium", "missing; a simulated device needs [medium] with a seed"
-            )
-        if description.options:
-            key = f"options.{next(iter(description.options))}"
-            raise ConfigError(
-                description.name, key, f"the kind {description.kind!r} takes no options; remove it"
-            )
-        return description.medium
+        """Return the settings of ``[medium]``; ConfigError if there is none, or there are options."""
+        medium: MediumSettings = description.needed("medium", "a simulated device needs [medium] with a seed")
+        description.refuse_options()
+        return medium
 
     @cached_property
     def _complex_medium(self) -> tuple[Medium, Medium]:
@@ -106,34 +85,17 @@ class SimulatedDevice(NoisyDevice):
             self._stream.seek(step)
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """B itself, float32, shape (n_outputs, n_inputs), on the device's torch device.
-
-        A view of the device's own matrix; hardware cannot tell its matrix.
-
-        Raises:
-            ValueError: it exceeds the description's dense_limit_mib.
-        """
+        """B itself, a view, float32, (n_outputs, n_inputs), on the device's torch device; ValueError if too large."""
         return self.medium.dense(self._torch_device).T
 
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
-        """Return the variance of readings of x, squared projection units, float64; the same for every x.
-
-        Hardware cannot tell it; a calibration estimates it.
-        """
+        """Return the variance of readings of x, squared projection units, float64; the same for every x."""
         variance = torch.as_tensor(np.array(self.noise.variance_bounds()[1]))
         return variance.expand(x.shape[0], self.n_outputs)
 
 
 class IdealDevice(SimulatedDevice):
-    """y = B x, exact; `draw` gives zeros.
-
-    Args:
-        description: one without a section ``[noise]``.
-        **window: as for `opusim.devices.base.NoisyDevice`.
-
-    Raises:
-        ConfigError: the description has noise.
-    """
+    """y = B x, exact, of a description without ``[noise]``; `draw` gives zeros."""
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
@@ -144,33 +106,22 @@ class IdealDevice(SimulatedDevice):
 
 
 class GaussianDevice(SimulatedDevice):
-    """y = B x + N(0, sigma^2 I), sigma given directly or through the temperature law; the same noise on intensities.
+    """y = B x + N(0, sigma^2 I), sigma of ``[noise]`` directly or by temperature; the same noise on intensities.
 
     The product is exact before the noise is added (see `Medium`), so results do not depend on
     tiling or thread count. `project` and `draw` take consecutive readings of one stream: no two share noise.
-
-    Args:
-        description: one with a section ``[noise]``.
-        **window: as for `opusim.devices.base.NoisyDevice`.
-
-    Raises:
-        ConfigError: the description has no noise.
     """
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)
-        if description.noise is None:
-            raise ConfigError(description.name, "noise", "missing; give noise.sigma, or use the kind 'ideal'")
-        self._std = description.noise.value()
-        self._noise_settings = description.noise
+        self._noise_settings: NoiseSettings = description.needed(
+            "noise", "give noise.sigma, or use the kind 'ideal'"
+        )
+        self._std = self._noise_settings.value()
         self._stream = noise_stream(self.mode, self._seed, f"device {description.kind}")
 
     def temperature_law(self, x: torch.Tensor) -> TemperatureLaw:  # (vectors, n_inputs)
-        """Return how temperature sets the noise of readings, which is the same for every x.
-
-        Raises:
-            ConfigError: sigma is given directly.
-        """
+        """Return how temperature sets the noise of every x's readings; ConfigError if sigma is given directly."""
         law = self._noise_settings.temperature_law
         if law is None:
             raise ConfigError(

@@ -110,12 +110,7 @@ class DeviceWork(_Counted):
 
 
 class UsageMeter:
-    """Counts frames and programmings, and turns them into seconds and joules.
-
-    Args:
-        settings: the section ``[frames]`` of the description.
-        n_outputs: outputs of the window, whose frames may take longer to read out, at least 1.
-    """
+    """Counts frames and programmings of a window, and turns them into seconds and joules by ``[frames]``."""
 
     def __init__(self, settings: FrameSettings, n_outputs: int) -> None:
         self._settings = settings

@@ -97,9 +97,7 @@ class ThresholdEncoder(OneToOneFeatureMixin, FrameEncoder):
         quantile: float = 0.5,
         per_feature: bool = True,
     ) -> None:
-        self.threshold = threshold
-        self.quantile = quantile
-        self.per_feature = per_feature
+        self.threshold, self.quantile, self.per_feature = threshold, quantile, per_feature
 
     def _learn(self, X: np.ndarray) -> None:
         axis = 0 if self.per_feature else None
@@ -142,9 +140,7 @@ class MultiThresholdEncoder(FrameEncoder):
         thresholds: Any = None,
         per_feature: bool = False,
     ) -> None:
-        self.n_levels = n_levels
-        self.spacing = spacing
-        self.thresholds = thresholds
+        self.n_levels, self.spacing, self.thresholds = n_levels, spacing, thresholds
         self.per_feature = per_feature
 
     def _learn(self, X: np.ndarray) -> None:
@@ -194,12 +190,8 @@ class _PlaneEncoder(FrameEncoder):
     def decode(self, readings: np.ndarray) -> np.ndarray:
         """Join the readings of a record's bits, the most significant first.
 
-        Returns:
-            sum_k decay^k reading_k, shape (n, k), if joined = "mixed"; decay^k reading_k side by side, shape (n, bits *
-            k), if joined = "concatenated"; with one frame a record, the readings themselves.
-
-        Raises:
-            ValueError: The number of readings is no multiple of the bits.
+        sum_k decay^k reading_k, shape (n, k), if joined = "mixed"; decay^k reading_k side by side, shape (n, bits * k),
+        if "concatenated". ValueError if the number of readings is no multiple of the bits.
         """
         if self.layout != "separated":
             return readings
@@ -256,11 +248,7 @@ class BitPlaneEncoder(_PlaneEncoder):
         joined: Literal["mixed", "concatenated"] = "mixed",
         decay: float = 0.5,
     ) -> None:
-        self.n_bits = n_bits
-        self.low = low
-        self.high = high
-        self.layout = layout
-        self.joined = joined
+        self.n_bits, self.low, self.high, self.layout, self.joined = n_bits, low, high, layout, joined
         self.decay = decay
 
     @property
@@ -305,12 +293,8 @@ class FloatBitsEncoder(_PlaneEncoder):
         joined: Literal["mixed", "concatenated"] = "mixed",
         decay: float = 0.5,
     ) -> None:
-        self.sign = sign
-        self.exponent_bits = exponent_bits
-        self.mantissa_bits = mantissa_bits
-        self.layout = layout
-        self.joined = joined
-        self.decay = decay
+        self.sign, self.exponent_bits, self.mantissa_bits = sign, exponent_bits, mantissa_bits
+        self.layout, self.joined, self.decay = layout, joined, decay
 
     @property
     def _n_bits(self) -> int:
@@ -375,11 +359,8 @@ class AutoencoderEncoder(FrameEncoder):
         learning_rate: float = 1e-3,
         random_state: int = 0,
     ) -> None:
-        self.n_bits = n_bits
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.learning_rate = learning_rate
-        self.random_state = random_state
+        self.n_bits, self.epochs, self.batch_size = n_bits, epochs, batch_size
+        self.learning_rate, self.random_state = learning_rate, random_state
 
     def reconstruct(self, codes: np.ndarray) -> np.ndarray:
         """Return the records that codes stand for, float32, shape (n, d)."""

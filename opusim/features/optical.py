@@ -67,14 +67,8 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         options: Mapping[str, Any] | None = None,
         random_state: int = 0,
     ) -> None:
-        self.n_components = n_components
-        self.device = device
-        self.encoder = encoder
-        self.degree = degree
-        self.linear = linear
-        self.bias = bias
-        self.options = options
-        self.random_state = random_state
+        self.n_components, self.device, self.encoder, self.degree = n_components, device, encoder, degree
+        self.linear, self.bias, self.options, self.random_state = linear, bias, options, random_state
 
     def fit(self, X: Any, y: Any = None) -> Self:
         """Learn the encoder's constants and open the device.
@@ -152,11 +146,7 @@ class OpticalFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEst
         return tags
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave an open device out.
-
-        Raises:
-            TypeError: The device itself was given instead of its name.
-        """
+        """Leave an open device out; TypeError if the device itself was given instead of its name."""
         if isinstance(self.device, NoisyDevice):
             raise TypeError(
                 f"device = {self.device.name!r} is open, and an open device cannot be pickled; give its name or file"
@@ -284,11 +274,7 @@ class OpticalOperator(LinearOperator):
         return (torch.tensordot(weights, readings, dims=1) * scale).T.numpy()
 
     def _rmatmat(self, X: Any) -> np.ndarray:
-        """Return B^T X for columns X, shape (n_outputs, k).
-
-        Raises:
-            CapabilityMissing: The device does not tell its matrix.
-        """
+        """Return B^T X for columns X, shape (n_outputs, k); CapabilityMissing if the device does not tell B."""
         return np.asarray(np.asarray(self.device.require("matrix").matrix()).T @ X)
 
 
@@ -335,11 +321,7 @@ def opu_kernel(X: Any, Y: Any = None, *, degree: int = 2, bias: float = 0.0, gai
 
 
 def require_window(device: NoisyDevice, n_inputs: int, n_outputs: int) -> None:
-    """Refuse an open device that is too small.
-
-    Raises:
-        ConfigError: It is too small.
-    """
+    """Refuse (ConfigError) an open device that is too small."""
     for key, has, needed in (
         ("n_inputs", device.n_inputs, n_inputs),
         ("n_outputs", device.n_outputs, n_outputs),
@@ -351,13 +333,7 @@ def require_window(device: NoisyDevice, n_inputs: int, n_outputs: int) -> None:
 
 
 def widened(frames: np.ndarray, n_inputs: int, *, bias: int) -> np.ndarray:
-    """Return frames widened to a device: of the added mirrors, the first `bias` are on and the others off.
-
-    Args:
-        frames: Shape (n, width).
-        n_inputs: Width of the device, at least width + bias.
-        bias: Mirrors that are always on.
-    """
+    """Return frames widened to a device: of the added mirrors, the first `bias` are on and the others off."""
     width = frames.shape[1]
     if width == n_inputs:
         return frames

@@ -34,11 +34,7 @@ _READOUT_US = 50.0
 
 
 def as_array(X: Any) -> np.ndarray:
-    """Return real numbers as a plain array; tensors of any torch device, arrays and lists are taken.
-
-    Raises:
-        TypeError: They are no real numbers.
-    """
+    """Return real numbers (TypeError otherwise) as a plain array: of tensors of any torch device, arrays and lists."""
     checks.complete(X=X)
     if hasattr(X, "toarray"):
         raise TypeError(f"X is sparse ({type(X).__name__}): must be dense; give X.toarray()")
@@ -80,15 +76,7 @@ class Features:
         return (-(-self.size // 8),) if self.packed else self.shape
 
     def rows(self, X: np.ndarray) -> tuple[np.ndarray, tuple[int, ...]]:
-        """Return vectors as rows, and the shape of the batch.
-
-        Args:
-            X: One vector, or a batch with one or two leading axes.
-
-        Raises:
-            ValueError: Another shape than was fitted, or nothing at all.
-            TypeError: Packed bits that are not uint8.
-        """
+        """Return one vector, or a batch with one or two leading axes, as rows, and the shape of the batch."""
         leading = X.ndim - len(self.axes)
         if leading < 0 or X.shape[leading:] != self.axes:
             what = (
@@ -112,17 +100,7 @@ class Features:
 
 
 def features_of(X: np.ndarray | None, n_features: Any, *, packed: bool, axes: int) -> Features:
-    """Return the features that a fit is given, or finds in X.
-
-    Args:
-        X: Vectors, or None.
-        n_features: Their number or their shape, or None to take it from X.
-        packed: Whether X is packed.
-        axes: 1 or 2.
-
-    Raises:
-        TypeError, ValueError: They are missing, out of range, or contradict each other.
-    """
+    """Return the features that a fit is given by number or shape, or finds in X, packed or not, of 1 or 2 axes."""
     name = "n_features" if axes == 1 else "n_features (rows, columns)"
     if n_features is not None:
         shape = tuple(n_features) if isinstance(n_features, Iterable) else (n_features,)
@@ -152,15 +130,7 @@ def features_of(X: np.ndarray | None, n_features: Any, *, packed: bool, axes: in
 
 
 def require_shown(rows: np.ndarray, *, ternary: bool) -> None:
-    """Refuse entries that no mirror shows.
-
-    Args:
-        rows: Any shape.
-        ternary: Whether -1 is allowed, which takes a second frame.
-
-    Raises:
-        ValueError: Names the first such entry, and the encoder to use.
-    """
+    """Refuse (ValueError) entries that no mirror shows, by the first one and the encoder to use; -1 needs `ternary`."""
     if rows.dtype == np.bool_:
         return
     right = (rows == 0) | (rows == 1)
@@ -229,16 +199,7 @@ class Layout:
 
 
 def layout_of(features: Features, mirror_shape: tuple[int, int] | None, strategy: InputRoiStrategy) -> Layout:
-    """Return the layout of features.
-
-    Args:
-        features: The features.
-        mirror_shape: Rows and columns of the device's mirrors, or None if it has no geometry.
-        strategy: How 2-D features become mirrors.
-
-    Raises:
-        ValueError: They do not fit.
-    """
+    """Return the layout of features on a device of `mirror_shape` (None: without geometry); ValueError if none fits."""
     if mirror_shape is None or len(features.shape) == 1 or strategy is InputRoiStrategy.small:
         return Layout(features)
     factor = min(all_ // length for all_, length in zip(mirror_shape, features.shape, strict=True))
@@ -388,12 +349,7 @@ class OpuDevice:
         exposure_us: float | None = None,
         frametime_us: float | None = None,
     ) -> NoisyDevice:
-        """Return the open device in a window of at least this size, opening it if it is not.
-
-        Raises:
-            ConfigError: The device is too small, or the exposure is wrong.
-            DeviceError: The device cannot be opened.
-        """
+        """Return the open device in a window of at least this size, opening it if it is not."""
         if self._given is not None:
             if exposure_us is not None or frametime_us is not None:
                 self._refuse_timing()

@@ -65,16 +65,9 @@ def fill_tile(
     epoch: int,
     key: tuple[int, int],
 ) -> None:
-    """Write a tile of the transposed medium.
+    """Overwrite a tile (inputs, outputs) of the transposed medium that begins at an input and an output.
 
-    Args:
-        tile: float32, shape (inputs, outputs), is overwritten.
-        table: float32, shape (65536,): the value of each 16-bit index.
-        first_input: input of row 0.
-        first_output: output of column 0.
-        plane: counter word 2.
-        epoch: counter word 3.
-        key: low and high 32 bits of the seed.
+    The table has the value of each 16-bit index; plane and epoch are counter words 2 and 3, key the halves of the seed.
     """
     words = np.empty((4, BLOCKS_AT_ONCE), np.uint32)
     edge = np.empty(BLOCKS_AT_ONCE * OUTPUTS_PER_BLOCK, np.float32)
@@ -111,29 +104,6 @@ def _draw(
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def add_direction(
-    out: np.ndarray, scale: np.float32, table: np.ndarray, first: int, tensor: int, key: tuple[int, int]
-) -> None:
-    """Add scale * z to out.
-
-    Args:
-        out: float32, one axis; its element 0 is element `first` of the tensor.
-        scale: factor.
-        table: float32, shape (65536,).
-        first: a multiple of STRIDE.
-        tensor: number of the tensor, counter word 1.
-        key: low and high 32 bits of the seed.
-    """
-    words = np.empty((4, BLOCKS_AT_ONCE), np.uint32)
-    z = np.empty(STRIDE, np.float32)
-    for start in range(0, out.size, STRIDE):
-        _draw(z, words, table, first + start, tensor, key)
-        part = out[start : min(start + STRIDE, out.size)]
-        for i in range(part.size):
-            part[i] += scale * z[i]
-
-
-@numba.njit(cache=True, nogil=True, error_model="numpy")
 def return_and_move(
     out: np.ndarray,
     back: np.float32,
@@ -144,17 +114,9 @@ def return_and_move(
     tensor: int,
     key: tuple[int, int],
 ) -> None:
-    """Out becomes keep (out + back z) + move z: the same as `add_direction`, a multiplication and `add_direction`.
+    """Out, from element `first` of a tensor on, becomes keep (out + back z) + move z; back 0, keep 1 just add move z.
 
-    Args:
-        out: as for `add_direction`, like all arguments not listed here.
-        back: factor of z in the first addition.
-        keep: factor of the sum.
-        move: factor of z in the second addition.
-        table: float32, shape (65536,).
-        first: a multiple of STRIDE.
-        tensor: number of the tensor.
-        key: low and high 32 bits of the seed.
+    `first` is a multiple of STRIDE, `tensor` its number (counter word 1), `key` has the low and high half of the seed.
     """
     words = np.empty((4, BLOCKS_AT_ONCE), np.uint32)
     z = np.empty(STRIDE, np.float32)

@@ -239,15 +239,8 @@ def exact_product(
 ) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
     """Return the product of x with a matrix in tiles, added up in float64 from blocks of 2^17 inputs and rounded once.
 
-    Args:
-        x: float32, shape (batch, n_inputs).
-        tile: gives the rows of the transposed matrix for a range of inputs, float32, shape (len(range), n_outputs), on
-            x's device.
-        n_outputs: columns of the matrix.
-
-    Returns:
-        float32, shape (batch, n_outputs); exact before the one rounding if entries are multiples of 2^-12 and x is
-        ternary (see `Medium`).
+    `tile` gives the rows of the transposed matrix for a range of inputs, float32, shape (len(range), n_outputs). The
+    sum is exact before the one rounding if entries are multiples of 2^-12 and x is ternary (see `Medium`).
     """
     total = torch.zeros((x.shape[0], n_outputs), dtype=torch.float64, device=x.device)
     partial = torch.zeros_like(total, dtype=torch.float32)
@@ -267,13 +260,7 @@ def exact_product(
 def blocked_product(
     x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor | None = None
 ) -> torch.Tensor:  # (batch, n_inputs), (n_inputs, n_outputs) -> (batch, n_outputs)
-    """Return x @ matrix; a long product is computed in blocks of rows with pauses between them.
-
-    Args:
-        x: float32.
-        matrix: float32, on the same device.
-        out: receives the product; None for new memory.
-    """
+    """Return x @ matrix, float32; a long product is computed in blocks of rows with pauses between them."""
     if len(x) * matrix.numel() <= PRODUCTS_PER_BLOCK:
         return torch.mm(x, matrix, out=out)
     at_once = max(1, PRODUCTS_PER_BLOCK // matrix.numel())
@@ -331,36 +318,17 @@ class Direction:
     def add_to(self, tensor: Tensor, number: int, scale: float | Tensor, *, start: int = 0) -> None:
         """Add scale z to a tensor, in place; each operation rounds to float32, the last to the tensor's type.
 
-        Args:
-            tensor: Any floating type and shape, contiguous, on any torch device.
-            number: Number of the tensor within the direction, in [0, 2^32).
-            scale: Rounded to float32; or a float32 scalar on the tensor's torch device.
-            start: Entry of the direction for the first element, a multiple of `STRIDE`.
+        The tensor, the direction's `number`-th in [0, 2^32), is contiguous, of any floating type and device; a scale
+        may be a float32 scalar there. `start`, a multiple of `STRIDE`, is the entry for the first element.
         """
-        flat = _flat(tensor, number, start)
-        if flat.device.type == "cpu":
-            factor = np.float32(scale)
-
-            def move(part: np.ndarray, place: int) -> None:
-                kernels.add_direction(part, factor, gaussian_table(), place, number, self._key)
-
-            _moved_by_kernel(flat, start, move)
-            return
-        for part, z in self._parts(flat, number, start):
-            part.copy_(part.float().add_(z.mul_(_factor(scale))))
+        self.return_and_move(tensor, number, back=0.0, keep=1.0, move=scale, start=start)
 
     def return_and_move(
         self, tensor: Tensor, number: int, *, back: float, keep: float, move: float | Tensor, start: int = 0
     ) -> None:
-        """The tensor becomes keep (tensor + back z) + move z, in place, in one pass over the memory.
+        """The tensor becomes keep (tensor + back z) + move z, in place, in one pass over the memory; see `add_to`.
 
-        Args:
-            tensor: As for `add_to`.
-            number: Number of the tensor within the direction.
-            back: Factor that undoes an earlier perturbation.
-            keep: 1, or 1 minus the decay of the weights.
-            move: Factor of the update; or a float32 scalar on the tensor's torch device.
-            start: As for `add_to`.
+        `back` undoes an earlier perturbation, `keep` is 1 or 1 minus the weights' decay, `move` the update's factor.
         """
         flat = _flat(tensor, number, start)
         if flat.device.type == "cpu":
@@ -373,30 +341,22 @@ class Direction:
 
             _moved_by_kernel(flat, start, shift)
             return
-        for part, z in self._parts(flat, number, start):
-            moved = part.float().add_(z * _factor(back)).mul_(_factor(keep))
-            part.copy_(moved.add_(z.mul_(_factor(move))))
-
-    def _parts(self, flat: Tensor, number: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield pieces of a tensor's memory, each with its entries of the direction."""
+        last = (
+            move if isinstance(move, Tensor) else float(np.float32(move))
+        )  # the host need not wait for a tensor
         for low in range(0, len(flat), _TORCH_STRIDES * kernels.STRIDE):
             part = flat[low : low + _TORCH_STRIDES * kernels.STRIDE]
-            yield part, self.entries(number, start + low, len(part), part.device)
+            z, moved = self.entries(number, start + low, len(part), part.device), part.float()
+            if back:
+                moved.add_(z * float(np.float32(back)))
+            if keep != 1:
+                moved.mul_(float(np.float32(keep)))
+            part.copy_(moved.add_(z.mul_(last)))
 
     def entries(
         self, number: int, start: int, count: int, device: torch.device | str = "cpu"
     ) -> Tensor:  # (count,)
-        """Return the entries start .. start + count - 1 of a tensor's direction, by torch operations only.
-
-        Args:
-            number: Number of the tensor within the direction.
-            start: A multiple of 8.
-            count: At least 0.
-            device: Torch device of the result.
-
-        Returns:
-            float32, shape (count,).
-        """
+        """Return entries from `start`, a multiple of 8, of a tensor's direction, float32, by torch operations only."""
         blocks = -(-count // OUTPUTS_PER_BLOCK)
         counters = start // OUTPUTS_PER_BLOCK + torch.arange(blocks, device=device)
         words = torch.stack(philox_torch(counters, number, 0, 0, self.seed), dim=1)  # (blocks, 4)
@@ -404,19 +364,8 @@ class Direction:
         return _table_on(torch.device(device))[halves]
 
 
-def _factor(value: float | Tensor) -> float | Tensor:
-    """Return a number rounded to float32; a scalar tensor stays as it is, so the host need not wait for it."""
-    return value if isinstance(value, Tensor) else float(np.float32(value))
-
-
 def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int], None]) -> None:
-    """Call move(part, place) on all of a tensor on the CPU, on as many threads as torch uses.
-
-    Args:
-        flat: One axis. Other types than float32 pass through a float32 piece that fits the cache.
-        start: Place of its first element.
-        move: Moves float32 numbers in place, given the place of the first of them.
-    """
+    """Call move(part, place) on all of a flat tensor on the CPU, in float32, on as many threads as torch uses."""
     if flat.dtype == torch.float32 and len(flat) < _STRIDES_PER_THREAD * kernels.STRIDE:
         move(flat.numpy(), start)  # most calls of a small model; the code below would double their time
         return
@@ -434,11 +383,7 @@ def _moved_by_kernel(flat: Tensor, start: int, move: Callable[[np.ndarray, int],
 
 
 def _flat(tensor: Tensor, number: int, start: int) -> Tensor:
-    """Return the tensor's memory as one axis, without a copy and without a graph.
-
-    Raises:
-        TypeError, ValueError: It holds no floating-point numbers, or not in one piece; or the number is out of range.
-    """
+    """Return the tensor's memory as one axis, without a copy and without a graph; refuse one in pieces."""
     checks.integer(number=number, minimum=0, maximum=2**32 - 1)
     checks.integer(start=start, minimum=0)
     if start % kernels.STRIDE:

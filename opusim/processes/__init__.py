@@ -31,18 +31,9 @@ _at_pause: ContextVar[Callable[[], None] | None] = ContextVar("opusim_at_pause",
 def environment_number(
     name: str, default: float, *, least: float, most: float = math.inf, whole: bool = False, what: str
 ) -> float:
-    """Return the number that an environment variable holds; the default if it is not set or empty.
+    """Return the number of at least `least` that an environment variable holds; the default if it is not set or empty.
 
-    Args:
-        name: The variable.
-        default: A number.
-        least: The least value.
-        most: The largest value; infinity and NaN are always refused.
-        whole: Whether it must be a whole number.
-        what: What it counts, in the plural, such as "seconds", for the message.
-
-    Raises:
-        ValueError: It holds something else.
+    `what` it counts, in the plural, such as "seconds", is for the message of the ValueError; NaN and infinity raise it.
     """
     text = os.environ.get(name, "")
     if not text:
@@ -59,20 +50,12 @@ def environment_number(
 
 
 def launched_processes() -> int:
-    """Return how many processes torchrun started, or 1 without it.
-
-    Raises:
-        ValueError: WORLD_SIZE is no whole number of at least 1.
-    """
+    """Return how many processes torchrun started, or 1 without it."""
     return int(environment_number("WORLD_SIZE", 1, least=1, most=2**20, whole=True, what="processes"))
 
 
 def launched_rank() -> int:
-    """Return the number of this process among those that torchrun started, or 0 without it.
-
-    Raises:
-        ValueError: RANK is no whole number below the number of processes.
-    """
+    """Return the number of this process among those that torchrun started, or 0 without it."""
     world = launched_processes()
     if world == 1:
         return 0
@@ -94,11 +77,7 @@ def pause() -> None:
 
 @contextmanager
 def pausing(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` at every pause of this thread within the block.
-
-    Args:
-        act: May wait; it stops the computation by raising, for example `Abandoned`.
-    """
+    """Call `act` at every pause of this thread within the block; it may wait, or stop the computation by raising."""
     token = _at_pause.set(act)
     try:
         yield
@@ -124,17 +103,7 @@ def available_memory() -> float:
 
 
 def require_memory(n_bytes: float, *, why: str, remedy: str, **sizes: Any) -> None:
-    """Refuse sizes that need more memory than is free.
-
-    Args:
-        n_bytes: Bytes that the sizes need at least.
-        why: What takes the memory, such as "weights and gradients".
-        remedy: What to change.
-        **sizes: The sizes by name, for the message; a double underscore stands for a dot.
-
-    Raises:
-        ValueError: They need more.
-    """
+    """Refuse (ValueError) named sizes that need more memory than is free; "__" in a name stands for a dot."""
     free = available_memory()
     if n_bytes > free:
         named = ", ".join(f"{name.replace('__', '.')} = {checks.short(size)}" for name, size in sizes.items())

@@ -77,20 +77,11 @@ class Ranks:
     # Who takes which records
 
     def share(self, records: Tensor) -> Tensor:
-        """Return the positions in a batch of the records whose number is congruent to this rank, shape (share,).
-
-        Args:
-            records: Numbers of the batch's records in the training set, shape (batch,).
-        """
+        """Return the positions in a batch of the records whose number is congruent to this rank, shape (share,)."""
         return torch.nonzero(records % self.world == self.rank).reshape(-1)
 
     def part(self, count: int) -> slice:
-        """Return this process's part of a batch, a contiguous slice; the parts in the order of ranks make the batch.
-
-        Args:
-            count: Records in the batch, at least 0; parts differ by at most one record and may be empty, the first
-                process's only if the batch is empty.
-        """
+        """Return this process's slice of a batch; slices differ by one record at most, and the first is the longest."""
         first, end = (-(-count * rank // self.world) for rank in (self.rank, self.rank + 1))
         return slice(first, end)
 
@@ -99,13 +90,8 @@ class Ranks:
     def meet(self, error: BaseException | None = None) -> None:
         """Wait for all processes at the same point, and raise on each the error of the lowest rank that has one.
 
-        Args:
-            error: Why this process cannot continue. It is handed to the others and not raised here.
-
-        Raises:
-            BaseException: Another process's error.
-            ProcessLost: Another process left, died or did not come in time.
-            RuntimeError: This process is a fork of a process that takes part.
+        The own `error` is handed to the others and not raised here. ProcessLost: another process left, died or did not
+        come in time; RuntimeError: this process is a fork of a process that takes part.
         """
         if self.world > 1:
             self._process.require(f"rank {self.rank}")
@@ -163,12 +149,7 @@ class Ranks:
         return codes
 
     def require_same(self, facts: Mapping[str, Any], kind: type[Exception] = ValueError) -> None:
-        """Raise an error on every process if one was started otherwise than the first.
-
-        Args:
-            facts: Values that must be equal, by name. The message shows numbers and texts, but no tuples.
-            kind: Class of the error.
-        """
+        """Raise an error on every process if one was started with other facts; its message shows no tuples."""
         wrong: Exception | None = None
         for name, theirs in self.on_first(lambda: dict(facts)).items():
             if facts[name] != theirs and wrong is None:
@@ -182,11 +163,7 @@ class Ranks:
             raise wrong
 
     def on_first(self, act: Callable[[], Result]) -> Result:
-        """Return on every process what the first one computes, or raise its error on every process.
-
-        Args:
-            act: Called on the first process only; its result must be picklable.
-        """
+        """Return on every process what the first one computes (picklable), or raise its error on every process."""
         if self.world == 1:
             return act()
         found: list[Any] = [None]
@@ -298,12 +275,7 @@ class Ranks:
         return [parameter.grad for parameter in wanted if parameter.grad is not None]
 
     def gather(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return on the first process the rows of all, in the order of ranks, and on the others their own rows.
-
-        Args:
-            rows: Rows of this process, on the CPU; processes differ only in their number.
-            counts: Number of rows of each process.
-        """
+        """Return on the first process the rows of all (on the CPU), in the order of ranks; on others their own rows."""
         if self.world == 1:
             return rows
         self.meet()
@@ -318,13 +290,7 @@ class Ranks:
         return torch.cat(parts) if self.is_first else rows
 
     def scatter(self, rows: Tensor | None, mine: Tensor, counts: Sequence[int]) -> Tensor:
-        """Undo `gather`: return this process's rows from those on the first process.
-
-        Args:
-            rows: All rows in the order of ranks; None on the other processes.
-            mine: Receives the rows of this process, on the CPU.
-            counts: Number of rows of each process.
-        """
+        """Undo `gather`: return this process's rows, which `mine` receives, from those on the first process."""
         if self.world == 1 and rows is not None:
             return rows
         self.meet()
@@ -391,11 +357,7 @@ def _leave_process_group() -> None:
 
 
 def _default_timeout_s() -> float:
-    """Return the seconds that the environment asks for.
-
-    Raises:
-        ValueError: The variable holds no number in range.
-    """
+    """Return the seconds that the environment asks for."""
     return environment_number(TIMEOUT_VARIABLE, _TIMEOUT_S, least=1e-3, most=_LONGEST_S, what="seconds")
 
 

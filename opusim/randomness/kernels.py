@@ -84,19 +84,7 @@ def _round(
 def philox_block(
     c0: np.uint64, c1: np.uint64, c2: np.uint64, c3: np.uint64, k0: np.uint64, k1: np.uint64
 ) -> tuple[np.uint64, np.uint64, np.uint64, np.uint64]:
-    """Encrypt one counter by ten rounds; only the low 32 bits of each input and output word count.
-
-    Args:
-        c0: word 0 of the counter.
-        c1: word 1.
-        c2: word 2.
-        c3: word 3.
-        k0: low half of the key.
-        k1: high half.
-
-    Returns:
-        The four output words.
-    """
+    """Encrypt one counter by ten rounds; only the low 32 bits of each word count. The key's low half comes first."""
     for _ in range(9):  # LLVM unrolls it
         c0, c1, c2, c3 = _round(c0, c1, c2, c3, k0, k1)
         k0, k1 = k0 + _WEYL_0, k1 + _WEYL_1  # the next round's key: a Weyl sequence per word
@@ -216,16 +204,9 @@ def _transform(words: np.ndarray, out: np.ndarray) -> None:
 def fill_from_philox(
     out: np.ndarray, first_chunk: int, reading: int, step_low: int, step_high: int, k0: int, k1: int
 ) -> None:
-    """Fill out with N(0, 1): block b of the draw is the counter (b, reading, step_low, step_high) encrypted.
+    """Fill out, from a chunk of the draw on, with N(0, 1); the last chunk may be cut short.
 
-    Args:
-        out: float32, one axis of any length; the last chunk may be cut short.
-        first_chunk: chunk number of out[0] within the draw.
-        reading: counter word 1, in [0, 2^32).
-        step_low: counter word 2.
-        step_high: counter word 3.
-        k0: low 32 bits of the key.
-        k1: high 32 bits.
+    Block b of the draw is the counter (b, reading, step_low, step_high) encrypted by the key's low and high 32 bits.
     """
     words = np.empty((3, PAIRS), np.uint32)
     last = np.empty(CHUNK, np.float32)
@@ -243,16 +224,7 @@ def fill_from_philox(
 def digits_from_philox(
     out: np.ndarray, reading: int, step_low: int, step_high: int, k0: int, k1: int
 ) -> None:
-    """Fill out with random words: row i is the counter (i, reading, step_low, step_high) encrypted.
-
-    Args:
-        out: uint64, shape (n, 2), n at most 2^32.
-        reading: counter word 1, in [0, 2^32).
-        step_low: counter word 2.
-        step_high: counter word 3.
-        k0: low 32 bits of the key.
-        k1: high 32 bits.
-    """
+    """Fill out, uint64, shape (n, 2), with random words: row i is (i, reading, step_low, step_high) encrypted."""
     c1, c2, c3 = np.uint64(reading), np.uint64(step_low), np.uint64(step_high)
     for i in range(len(out)):
         w0, w1, w2, w3 = philox_block(np.uint64(i), c1, c2, c3, np.uint64(k0), np.uint64(k1))
@@ -271,18 +243,7 @@ def add_from_philox(
     k0: int,
     k1: int,
 ) -> None:
-    """Add scale times the numbers of `fill_from_philox` to out, without a second array of its size.
-
-    Args:
-        out: float32, one axis of any length.
-        scale: factor of the numbers.
-        first_chunk: this and the rest as for `fill_from_philox`.
-        reading: counter word 1.
-        step_low: counter word 2.
-        step_high: counter word 3.
-        k0: low 32 bits of the key.
-        k1: high 32 bits.
-    """
+    """Add scale times the numbers of `fill_from_philox` to out, without a second array of its size."""
     words = np.empty((3, PAIRS), np.uint32)
     numbers = np.empty(CHUNK, np.float32)
     for start in range(0, out.size, CHUNK):
@@ -296,13 +257,7 @@ def add_from_philox(
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def fill_from_words(out: np.ndarray, words: np.ndarray) -> None:
-    """Fill out with N(0, 1) from given random words.
-
-    Args:
-        out: float32, one axis; the last chunk may be cut short.
-        words: uint32, shape (at least ceil(out.size / CHUNK), 3, PAIRS): radius high, radius low and angle of
-            each chunk.
-    """
+    """Fill out with N(0, 1) from words (chunks, 3, PAIRS), uint32: radius high, radius low and angle of each chunk."""
     last = np.empty(CHUNK, np.float32)
     for start in range(0, out.size, CHUNK):
         if start + CHUNK <= out.size:
@@ -317,13 +272,7 @@ os.register_at_fork(after_in_child=_pools.clear)  # a child inherits the pool ob
 
 
 def run_split(work: Callable[[int, int], None], count: int, *, grain: int) -> None:
-    """Call work(start, stop) on ranges that cover [0, count), in parallel if the range is long enough.
-
-    Args:
-        work: the function; its result must not depend on how the range is cut.
-        count: length of the range, at least 0.
-        grain: least length worth a thread of its own, at least 1.
-    """
+    """Call work(start, stop) on ranges of [0, count), in parallel if there is a `grain` for each thread."""
     threads = min(torch.get_num_threads(), count // grain)
     if threads < 2:
         work(0, count)
@@ -377,14 +326,9 @@ def _nearest(
     scale: tuple[float, float, float],
     found: np.ndarray,
 ) -> None:
-    """Fill found with r where the float32 numbers decide it, else with NaN.
+    """Fill found with r of each s where its float32 number, with the other of its pair, decides it, else with NaN.
 
-    Args:
-        values: s.
-        numbers: The float32 numbers to add, at least as many.
-        others: For each, the other number of its pair.
-        scale: Grid, sigma over grid, and a of the module's text.
-        found: Receives the results, at least as many.
+    The scale is grid, sigma over grid, and a of the module's text.
     """
     grid, ratio, trig_error = scale
     per_grid, trig, radius = 1 / grid, trig_error * ratio, RADIUS_ERROR * ratio
@@ -409,18 +353,9 @@ def _first_tier(
     found: np.ndarray,
     places: np.ndarray,
 ) -> int:
-    """Round a chunk in place where the float32 numbers decide; open numbers stay.
+    """Round a chunk in place where the float32 numbers decide; return how many stay open, and in `places` which.
 
-    Args:
-        values: s, at most CHUNK.
-        numbers: The chunk's float32 numbers, shape (CHUNK,); those with U in the tails become NaN.
-        high: The first 32 digits of U of each pair, shape (PAIRS,).
-        scale: As for `_nearest`.
-        found: Room for CHUNK results, float64.
-        places: Receives where numbers are open, in order.
-
-    Returns:
-        How many are open.
+    Numbers with U in the tails become NaN, by `high`, the first 32 digits of U of each pair; `found` has room.
     """
     tails = 0
     for i in range(high.size):
@@ -451,16 +386,7 @@ def _first_tier(
 def nearest_by_64_digits(
     value: float, grid: float, ratio: float, u: np.uint64, v: np.uint64, sine: bool
 ) -> float:
-    """Return r of one number from 64 digits of U and of V, or NaN if they do not decide it.
-
-    Args:
-        value: s, finite.
-        grid: h.
-        ratio: sigma over grid.
-        u: The digits of U.
-        v: The digits of V.
-        sine: Whether it is the second number of the pair.
-    """
+    """Return r of s, h, sigma / h and 64 digits of U and of V, or NaN if they do not decide it; `sine`: second."""
     if u == 0:
         return np.nan
     if u >= _TOP:
@@ -521,24 +447,11 @@ def add_rounded_from_philox(
     more_k0: int,
     more_k1: int,
 ) -> int:
-    """Add noise to out and round, from the digits of `fill_from_philox` and 64 more for each pair.
+    """Round out, s + noise, from the digits of `fill_from_philox` and 64 more for each pair; return how many are open.
 
-    Args:
-        out: s, then r; float32 or float64, one axis of any length.
-        grid: h.
-        ratio: sigma over grid, in [2^10, 2^11).
-        opened: Receives numbers that are still open: place in out, 64 digits of U, of V; uint64, shape (out.size, 3).
-        first_chunk: As for `fill_from_philox`, like those that follow.
-        reading: Counter word 1.
-        step_low: Counter word 2.
-        step_high: Counter word 3.
-        k0: Low 32 bits of the key.
-        k1: High 32 bits.
-        more_k0: Low 32 bits of the key of further digits: pair i of the draw has those of counter (i, reading, step).
-        more_k1: High 32 bits.
-
-    Returns:
-        How many are open; they are as they were.
+    `out`, float32 or float64, holds s, then r; open numbers are as they were. `grid` is h, `ratio` sigma over grid, in
+    [2^10, 2^11). `opened`, uint64, (out.size, 3), receives place, 64 digits of U and 64 of V of each open number. Pair
+    i of the draw has the further digits of counter (i, reading, step) under the key `more_k0`, `more_k1`.
     """
     c1, c2, c3 = np.uint64(reading), np.uint64(step_low), np.uint64(step_high)
     words, numbers = np.empty((3, PAIRS), np.uint32), np.empty(CHUNK, np.float32)
@@ -565,19 +478,7 @@ def add_rounded_from_philox(
 def add_rounded_from_words(
     out: np.ndarray, grid: float, ratio: float, opened: np.ndarray, words: np.ndarray
 ) -> int:
-    """Add noise to out and round, from given random words.
-
-    Args:
-        out: As for `add_rounded_from_philox`.
-        grid: h.
-        ratio: sigma over grid.
-        opened: Receives numbers that are still open.
-        words: uint32, shape (at least ceil(out.size / CHUNK), 4, PAIRS): radius high, radius low, angle, and its
-            further 32 digits.
-
-    Returns:
-        How many are open; they are as they were.
-    """
+    """Round as `add_rounded_from_philox` from words (chunks, 4, PAIRS), uint32, the last with digits of the angle."""
     numbers = np.empty(CHUNK, np.float32)
     found, places = np.empty(CHUNK, np.float64), np.empty(CHUNK, np.int64)
     scale, count = (grid, ratio, TRIG_ERROR[0]), 0

@@ -72,14 +72,7 @@ class RoundedNoise(ABC):
 
 
 def grid_of(scale: float) -> float:
-    """Return h = 2^(floor(log2 scale) - 10).
-
-    Args:
-        scale: Standard deviation of Gaussian noise, or b of Laplace noise, in [2^-900, 2^900].
-
-    Raises:
-        ValueError: It is out of this range.
-    """
+    """Return h = 2^(floor(log2 scale) - 10), of a scale (sigma, or b of Laplace noise) in [2^-900, 2^900]."""
     if not _SCALES[0] <= scale <= _SCALES[1]:
         raise ValueError(
             f"scale = {scale:g}: must lie in [{_SCALES[0]:g}, {_SCALES[1]:g}]; rescale the values"
@@ -92,11 +85,6 @@ def toward_zero(values: torch.Tensor, *, bound: float, count: int) -> torch.Tens
 
     With g = 2^(e - 52), 2^e >= count bound, every sum of at most `count` of them is below 2^53 g: no order of the
     additions rounds. Rounding raises no magnitude and no norm.
-
-    Args:
-        values: Float64, of magnitude at most `bound`.
-        bound: Above 0.
-        count: Largest number of contributions in a sum, a public number of at least 1.
     """
     checks.positive(bound=bound)
     checks.integer(minimum=1, count=count)
@@ -165,14 +153,9 @@ def settle(
     *,
     first_pair: int = 0,
 ) -> None:
-    """Round in place, by interval arithmetic, the numbers that `kernels` left open.
+    """Round in place, by interval arithmetic, the numbers that `kernels` left open: place, 64 digits of U and 64 of V.
 
-    Args:
-        out: One axis, with s where numbers are open.
-        opened: For each open number its place in out, 64 digits of U and 64 of V; uint64, shape (n, 3).
-        scale: Standard deviation of the noise.
-        more: Returns further digits of a pair, 64 at a time, for U and V in turn; the same ones at each call.
-        first_pair: Number of the pair of out[0] in the draw.
+    `more` returns further digits of a pair, 64 at a time, for U and V in turn; the same ones at each call.
     """
     for place, u, v in opened.tolist():
         chunk, number = divmod(place, 2 * _PAIRS)
@@ -197,11 +180,7 @@ def settled(value: float, u: int, v: int, scale: float, digits: Iterator[int], *
 
 
 def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
-    """Return a `more` for `settle`: it gives a pair fresh digits, and the same ones at each later call.
-
-    Args:
-        fresh: Returns 64 random digits.
-    """
+    """Return a `more` for `settle`: it gives a pair 64 fresh digits, and the same ones at each later call."""
     drawn: dict[int, list[int]] = {}
 
     def more(pair: int) -> Iterator[int]:
@@ -215,14 +194,10 @@ def kept_digits(fresh: Callable[[], int]) -> Callable[[int], Iterator[int]]:
 
 
 def turn_of_pair(v: int, *, sine: bool) -> int:
-    """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for a number of a pair of `kernels`.
+    """Return 64 digits of V' with X = sqrt(-2 ln U) cos(2 pi V') for the first or second (`sine`) number of a pair.
 
     The arc t is a whole turn times n 2^-64, with n the last 62 digits in two's complement, and sin t = cos(t - pi / 2).
     So V' and V have the same digits after the 64th.
-
-    Args:
-        v: The first 64 digits of V.
-        sine: Whether the number is the second of its pair.
     """
     quarter = 1 << 62
     n = (v + quarter // 2) % quarter - quarter // 2
@@ -233,12 +208,8 @@ def turn_of_pair(v: int, *, sine: bool) -> int:
 class NormalNoise(RoundedNoise):
     """Noise from a source of finished N(0, 1) numbers, such as a device: rounded, but with the law of its source.
 
-    The source's own rounding may still reveal something of a value.
-
-    Args:
-        numbers: N(0, 1), shape (n,), or shape (n, 4) for Laplace noise: (a^2 + b^2 - c^2 - d^2) / 2.
-        scale: As for `ExactNoise`.
-        law: Law of the noise.
+    The source's own rounding may still reveal something of a value. Laplace noise takes four numbers each,
+    (a^2 + b^2 - c^2 - d^2) / 2.
     """
 
     def __init__(self, numbers: torch.Tensor, scale: float, law: Law) -> None:

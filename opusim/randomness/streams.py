@@ -57,20 +57,10 @@ def split_key(key: int) -> tuple[int, int]:
 def philox_torch(
     c0: torch.Tensor, c1: torch.Tensor | int, c2: torch.Tensor | int, c3: torch.Tensor | int, key: int
 ) -> Words:
-    """Encrypt counters with torch operations, on any torch device, bit for bit as the kernel does.
+    """Encrypt counters (int64, below 2^32) with torch operations, on any torch device, bit for bit as the kernel does.
 
-    Words are int64 tensors in [0, 2^32). A product of two words wraps to a negative int64, whose arithmetic
-    shift is masked back: the bits are those of the unsigned product.
-
-    Args:
-        c0: word 0 of the counters, int64; the others broadcast against it.
-        c1: word 1.
-        c2: word 2.
-        c3: word 3.
-        key: integer in [0, 2^64).
-
-    Returns:
-        The four output words, int64, of the broadcast shape.
+    A product of two words wraps to a negative int64, whose arithmetic shift is masked back: the bits are those of the
+    unsigned product. Words 1 to 3 broadcast against word 0.
     """
     words = [  # fill numbers in on the card: a copy would make the host wait
         word if isinstance(word, torch.Tensor) else c0.new_full((), word) for word in (c0, c1, c2, c3)
@@ -431,12 +421,7 @@ class CorrelatedStream(NoiseStream):
         return fresh
 
     def seek(self, step: int) -> None:
-        """Position the stream at the start of a step; the step after the last one continues it.
-
-        Raises:
-            RuntimeError: This process was forked from the one whose numbers the stream continues.
-            ValueError: The last step drew fewer numbers than `size`.
-        """
+        """Position the stream at the start of a step; the step after the last one, if that is whole, continues it."""
         if 0 < self._drawn < self._rows.shape[1]:
             raise ValueError(
                 f"size = {self._rows.shape[1]}: step {self._step} drew {self._drawn} numbers; state as many"
@@ -502,12 +487,7 @@ def _checked_std(std: float) -> float:
 
 
 def _checked_grid(y: torch.Tensor, std: float) -> float:
-    """Return the grid for noise that is added to y.
-
-    Raises:
-        TypeError: y is neither float32 nor float64.
-        ValueError: std is out of range, or y too long.
-    """
+    """Return the grid for noise that is added to y, float32 or float64."""
     if y.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"y has dtype {y.dtype}: must be torch.float32 or torch.float64; convert it")
     if y.numel() > MAX_ELEMENTS:

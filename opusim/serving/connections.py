@@ -76,11 +76,7 @@ class Message:
     arrays: tuple[np.ndarray, ...] = ()
 
     def frames(self) -> list[Any]:
-        """Return the frames to send.
-
-        Raises:
-            TypeError: an array has another dtype than those that a message may hold.
-        """
+        """Return the frames to send; TypeError if an array has a dtype that no message may hold."""
         arrays = []
         for array in self.arrays:
             arrays.append(np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<")))
@@ -95,16 +91,7 @@ class Message:
         return [json.dumps(header, allow_nan=False).encode(), *(raw_bytes(array) for array in arrays)]
 
     def value(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        """Return a value of a stated type.
-
-        Args:
-            name: of the value.
-            kind: its type; a bool is no int.
-            default: what is returned if it is missing; it must be there by default.
-
-        Raises:
-            BadMessage: it is missing or of another type.
-        """
+        """Return a value of a type (a bool is no int), or BadMessage; one without a default must be there."""
         found = self.values.get(name, default)
         if found is default and default is not ...:
             return default
@@ -115,15 +102,7 @@ class Message:
 
 
 def read_message(frames: Sequence[Any], *, limit: int) -> Message:
-    """Return the message that some frames hold.
-
-    Args:
-        frames: buffers, the header first.
-        limit: bytes of all frames together, at most.
-
-    Raises:
-        BadMessage: they hold no message, or more than the limit.
-    """
+    """Return the message that some frames hold, the header first; BadMessage if they are none, or exceed the limit."""
     views = [memoryview(frame) for frame in frames]
     size = sum(view.nbytes for view in views)
     if size > limit:
@@ -208,11 +187,7 @@ _ANSWER_LIMIT = 2**40
 
 
 class Refusals:
-    """Logs one line for each refusal, and counts those of a cause that has too many.
-
-    Args:
-        every_s: seconds after which a cause has its lines again.
-    """
+    """Logs one line for each refusal, and counts those of a cause that has too many within `every_s` seconds."""
 
     def __init__(self, every_s: float = _LINES_S) -> None:
         self._every_s = every_s
@@ -242,21 +217,13 @@ class Refusals:
 
 
 class ServerSocket:
-    """Listens for users whose keys are known; used by one thread.
+    """Listens, at ``tcp://*:5555`` or the like, for users whose keys are known; used by one thread.
 
     Args:
         users: who they are.
-        bind: where to listen, such as ``tcp://*:5555``; ``tcp://127.0.0.1:*`` takes a free port.
+        bind: where to listen; ``tcp://127.0.0.1:*`` takes a free port, which `endpoint` tells.
         largest: bytes of a frame beyond which libzmq hangs up before it takes memory.
         silence_s: seconds without a sign of life of its host after which a connection is closed.
-
-    Attributes:
-        endpoint: where it listens, with the port.
-        refusals: writes refusals into the log.
-
-    Raises:
-        DeviceUnavailable: pyzmq is missing.
-        ConfigError: the address cannot be bound.
     """
 
     def __init__(self, users: Users, bind: str, *, largest: int, silence_s: float) -> None:
@@ -301,14 +268,7 @@ class ServerSocket:
             self._poller.register(socket, zmq.POLLIN)
 
     def wait(self, most_ms: int) -> list[tuple[bytes, Key | None, list[memoryview]]]:
-        """Wait for messages, or for the bell, and return what came.
-
-        Args:
-            most_ms: milliseconds to wait at most.
-
-        Returns:
-            For each message its route, the user (None if the key was removed meanwhile) and its frames.
-        """
+        """Wait for messages or the bell; return of each its route, user (None: key removed meanwhile) and frames."""
         ready = dict(self._poller.poll(most_ms))
         if self._zap in ready:
             # libzmq asks whether a connection may come in: only CURVE, and only a key that is known
@@ -352,11 +312,7 @@ class ServerSocket:
         self._router.send_multipart([route, *frames], copy=False)
 
     def close(self, *, all_ended: bool = True) -> None:
-        """Send what is under way for up to a second, and close.
-
-        Args:
-            all_ended: whether every thread has closed its `bell`; the context would wait for it.
-        """
+        """Send what is under way for up to a second, and close; the context would wait for threads not `all_ended`."""
         self._router.disable_monitor()
         self._events.close(linger=0)
         self._bell.close(linger=0)
@@ -372,21 +328,10 @@ def beat_s(*silences_s: float) -> float:
 
 
 class Link:
-    """An encrypted connection, which libzmq restores by itself if it breaks.
+    """An encrypted connection of a user's pair to a server's key, which libzmq restores by itself if it breaks.
 
     A request is answered, refused, or given up after `silence_s` seconds in which nothing came from the server. Safe
     for threads: a heartbeat is left out while a request is under way, which sends its own.
-
-    Args:
-        host: name or address of the server.
-        port: its port.
-        key: the user's pair.
-        server: the server's public key.
-        name: the device's name, for messages.
-        silence_s: as above, seconds.
-
-    Raises:
-        DeviceUnavailable: pyzmq is missing.
     """
 
     def __init__(self, host: str, port: int, key: Key, server: Key, *, name: str, silence_s: float) -> None:
@@ -429,19 +374,13 @@ class Link:
         on_state: Callable[[Message], bool] | None = None,
         timeout_s: float | None = None,
     ) -> Message:
-        """Send a request and return its answer.
+        """Send a request and return its answer; DeviceUnavailable or DeviceTimeout if there is none.
 
         Args:
             message: the request; its value "request" names it.
-            probe: message sent after every `beat_s` seconds without an answer; None sends the request again, which the
-                server must then allow.
+            probe: message sent after every `beat_s` seconds without an answer; None sends the request again.
             on_state: called with each message of kind "state" and returns whether to send the request again.
-            timeout_s: seconds that the request may take, not counted while other clients have their turn; None for no
-                limit.
-
-        Raises:
-            DeviceUnavailable: the server is silent, or refuses the key.
-            DeviceTimeout: the request takes longer than `timeout_s`.
+            timeout_s: not counted while other clients have their turn; None for no limit.
         """
         request, frames = message.value("request", str), message.frames()
         with self._lock:

@@ -68,22 +68,15 @@ class Window:
 
 
 class View:
-    """What one client sees; used by the thread that owns the instrument.
+    """What one client sees in its window; used by the thread that owns the instrument.
 
-    Args:
-        device: the open device.
-        window: the client's part of it.
-        shared: whether other views use the same device; it is not closed then, and steps are not the client's.
-        once: makes a call of the device, with a time-out if it needs one.
+    A device that other views share is not closed, and steps are not the client's. `once` calls it, with a time-out.
     """
 
     def __init__(
         self, device: NoisyDevice, window: Window, *, shared: bool, once: Callable[[Callable[[], Any]], Any]
     ) -> None:
-        self._once = once
-        self.window = window
-        self.shared = shared
-        self.device = device
+        self._once, self.window, self.shared, self.device = once, window, shared, device
         self._columns = slice(window.first, window.first + window.n_outputs)
         self._whole = (window.first, window.n_outputs) == (0, device.n_outputs)
         # The law of a programmable device depends on its matrix, which is not written before a client asks for it.
@@ -150,11 +143,7 @@ class View:
         return self.shaped(self.draw_readings(self.readings(shape)), shape)
 
     def readings(self, shape: tuple[int, ...]) -> int:
-        """Return how many readings of the view fill a drawn shape.
-
-        Raises:
-            TypeError, ValueError: no shape that can be drawn.
-        """
+        """Return how many readings of the view fill a drawn shape."""
         lengths = drawn_shape(shape, self.window.n_outputs, self.device.stated_noise)
         return -(-math.prod(lengths) // self.window.n_outputs)
 
@@ -246,12 +235,7 @@ def packed_law(law: NoiseModel | None) -> tuple[dict[str, Any] | None, list[np.n
 
 
 def unpacked_law(values: dict[str, Any] | None, arrays: Sequence[np.ndarray]) -> NoiseModel | None:
-    """Return the law that `packed_law` packed.
-
-    Raises:
-        ValueError, TypeError: it is no law that is known here.
-        LookupError: an array is missing.
-    """
+    """Return the law that `packed_law` packed; LookupError, TypeError or ValueError if it is none."""
     if values is None:
         return None
     plain = {
@@ -273,9 +257,9 @@ class Instrument:
     """A device as a server holds it, used by one thread.
 
     Args:
-        description: the device's.
-        n_inputs: inputs that clients may open, None for all.
-        n_outputs: outputs that clients may open, likewise.
+        description: the device's; clients may open `n_inputs` and `n_outputs` of it, None for all.
+        n_inputs: see above.
+        n_outputs: see above.
         certificate: path of the certificate whose limits every client is told as the noise; None for the description's.
         torch_device: on which a simulation computes.
         call_timeout_s: seconds after which a call of a shared device is abandoned if its description sets no time-out,
@@ -283,9 +267,6 @@ class Instrument:
 
     Attributes:
         row_s: seconds for each row of an act, in its last batch.
-
-    Raises:
-        ConfigError, DeviceError: as `opusim.open_device`.
     """
 
     def __init__(
@@ -347,11 +328,7 @@ class Instrument:
         return [*lines, f"medium: {seed}; its fingerprint begins with {self.fingerprint_for(user)[:16]}"]
 
     def check(self, window: Window) -> None:
-        """Refuse a window that is no part of the instrument.
-
-        Raises:
-            TypeError, ValueError, ConfigError: it is no part of it.
-        """
+        """Refuse a window that is no part of the instrument."""
         checks.integer(n_inputs=window.n_inputs, n_outputs=window.n_outputs, minimum=1)
         checks.integer(outputs_from=window.first, minimum=0)
         checks.integer(seed=window.seed, minimum=0, maximum=2**64 - 1)
@@ -388,12 +365,7 @@ class Instrument:
         return max(1, MOST_ROWS if each * MOST_ROWS <= seconds else int(seconds / each))
 
     def note_change(self, view: View, writer: str | None) -> None:
-        """Note that a client changed the device's state; the fingerprint of a shared device then changes.
-
-        Args:
-            view: the client's.
-            writer: the user who programmed it; None if only time passed.
-        """
+        """Note that a user (None: only time) changed the device; a shared device's fingerprint then changes."""
         if not view.shared:
             return
         self._changes += 1
@@ -409,13 +381,7 @@ class Instrument:
     def require_own(self, view: View, user: str, *, reads: bool) -> None:
         """Refuse a shared device that another client changed since this one opened it.
 
-        Args:
-            view: the client's.
-            user: the client's user.
-            reads: whether the call shows the programmed matrix, which must then not be another user's.
-
-        Raises:
-            DeviceUnavailable: another client changed it, or another user programmed what is read.
+        A call that `reads` shows the programmed matrix, which must then not be another user's.
         """
         name = self.description.name
         if view.shared and view.held != self._changes:

@@ -60,11 +60,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Entry:
-        """Return what `to_json` wrote.
-
-        Raises:
-            ValueError, TypeError, KeyError: it is no entry.
-        """
+        """Return what `to_json` wrote; KeyError, TypeError or ValueError if it is no entry."""
         values = dict(content)
         if values.pop("schema") != _SCHEMA:
             raise ValueError("another version's entry")
@@ -74,14 +70,7 @@ class Entry:
 
 
 class Journal:
-    """Appends entries to a file, one whole line each.
-
-    Args:
-        path: the file; its folder is made, closed to other users.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Appends entries to a file, one whole line each; its folder is made, closed to other users."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,20 +83,12 @@ class Journal:
             raise ConfigError("--journal", str(path), reason) from error
 
     def write(self, entry: Entry) -> None:
-        """Append an entry; what a failed or killed write left of an earlier one is removed.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Append an entry; what a failed or killed write left of an earlier one is removed."""
         append_whole_line(self.path, json.dumps(entry.to_json()).encode() + b"\n")
 
 
 def read_journal(path: Path) -> list[Entry]:
-    """Read a journal; a last line that a crash cut off is left out.
-
-    Raises:
-        ConfigError: it cannot be read, or another line is no entry.
-    """
+    """Read a journal (ConfigError: a line is no entry); a last line that a crash cut off is left out."""
     try:
         with os.fdopen(open_to_read(path), "rb") as file:
             lines = file.read().split(b"\n")

@@ -14,14 +14,13 @@ import os
 import re
 import stat
 import time
-import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from opusim import checks
-from opusim.description.section import StrictSection, first_problem
+from opusim.description.section import StrictSection, readable
 from opusim.errors import ConfigError, DeviceUnavailable
 from opusim.files import make_private_folder, parse_toml, quoted, read_text
 
@@ -34,11 +33,7 @@ except ModuleNotFoundError:  # an extra; `require_zmq` says so when it is needed
 
 
 def require_zmq() -> None:
-    """Refuse to work without pyzmq.
-
-    Raises:
-        DeviceUnavailable: it is not installed, or its libzmq has no encryption.
-    """
+    """Refuse to work without pyzmq, or without encryption in its libzmq."""
     if zmq is None:
         raise DeviceUnavailable(
             "served devices need pyzmq, which is not installed: pip install 'opusim[served]'"
@@ -50,14 +45,10 @@ def require_zmq() -> None:
 
 
 def notice_dead_peers(socket: Any, silence_s: float) -> None:
-    """Have the kernel close connections whose peer's host is gone, after about `silence_s` seconds.
+    """Have the kernel close an unbound socket's connections whose peer's host is gone, after about `silence_s` seconds.
 
     libzmq's own heartbeats must stay off: if a peer hangs up while its messages fill the queue of this side, the next
     heartbeat meets the assertion ``!_io_error`` of stream_engine_base.cpp (4.3.5), which aborts the process.
-
-    Args:
-        socket: a socket, before it binds or connects.
-        silence_s: above 0.
     """
     probes = 3
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
@@ -112,17 +103,7 @@ def keys_folder() -> Path:
 
 
 def make_key(name: str, folder: Path, *, days: int = 365) -> Key:
-    """Make a key pair and write its two files.
-
-    Args:
-        name: the user's name: letters, digits, dot, dash and underscore; "server" for a server's own pair.
-        folder: where; one that is made here is closed to other users.
-        days: until it expires, at least 1.
-
-    Raises:
-        TypeError, ValueError: an argument out of range.
-        ConfigError: there is a key of that name, or the folder cannot be written.
-    """
+    """Make a key pair of a user, or of the "server", valid for some days, and write its two files, which are new."""
     checks.instance(str, name=name)
     checks.integer(days=days, minimum=1, maximum=36_500)
     if not re.fullmatch(_NAME, name):
@@ -146,41 +127,20 @@ def make_key(name: str, folder: Path, *, days: int = 365) -> Key:
 
 
 def read_key(path: Path, *, secret: bool) -> Key:
-    """Read a key file.
-
-    Args:
-        path: the file.
-        secret: whether it must hold the secret; such a file may be readable by its owner only.
-
-    Raises:
-        ConfigError: it cannot be read, is no key file, or others may read the secret.
-    """
+    """Read a key file; one that must hold the secret may be readable by its owner only (ConfigError otherwise)."""
     file = str(path)
-    try:
+    remedy = "make one with: opusim device keys new NAME"
+    with readable(file, Key, whole="key", what="a key file", remedy=remedy):
         if secret and path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO):
             raise ConfigError(file, "mode", f"others may read this secret; run: chmod 600 {quoted(file)}")
         key = Key.model_validate(parse_toml(read_text(path, at_most=4096)))
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror}); make one with: opusim device keys new NAME"
-        raise ConfigError(file, "path", reason) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(file, "syntax", f"not a key file: {error}") from None
-    except ValidationError as error:
-        raise first_problem(error, Key, file, whole="key") from None
     if secret and key.secret is None:
         raise ConfigError(file, "secret", "missing; this is a public file, give the one that ends in .key")
     return key
 
 
 def own_key(chosen: str | None = None) -> Key:
-    """Return the key pair that this user shows to servers.
-
-    Args:
-        chosen: a path, or a name in `keys_folder`; None takes $OPUSIM_KEY, else the only pair in `keys_folder`.
-
-    Raises:
-        ConfigError: there is none, there are several, or it has expired.
-    """
+    """Return the user's pair: of a path or a name in `keys_folder`, else of $OPUSIM_KEY, else the only one there."""
     wanted, folder = chosen or os.environ.get(KEY_VARIABLE), keys_folder()
     if wanted:
         path = Path(wanted) if "/" in wanted or wanted.endswith(".key") else folder / f"{wanted}.key"
@@ -200,11 +160,7 @@ def own_key(chosen: str | None = None) -> Key:
 
 
 def server_key(host: str, port: int) -> Key:
-    """Return the public key of a server: ``HOST_PORT.pub`` in `keys_folder`, else ``server.pub``.
-
-    Raises:
-        ConfigError: there is none, or it has expired.
-    """
+    """Return the public key of a server: ``HOST_PORT.pub`` in `keys_folder`, else ``server.pub``."""
     folder = keys_folder()
     path = next(
         (file for file in (folder / f"{host}_{port}.pub", folder / f"{SERVER_NAME}.pub") if file.exists()),
@@ -225,13 +181,7 @@ class Users:
     """The users that a server accepts: every ``*.pub`` of its folder except its own, read again every second.
 
     A file is left out, with a line in the log, if it is no key, if its name inside differs from the file's (a user
-    could pass for another), or if it holds the public key of an earlier file.
-
-    Args:
-        folder: the server's keys; only its owner may write there.
-
-    Raises:
-        ConfigError: the server's own pair is missing, unreadable or expired, or others may add keys.
+    could pass for another), or if it holds the public key of an earlier file. Only the server's owner may write there.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -88,15 +88,7 @@ _OF_ADDRESS: dict[str, Callable[[str], Any]] = {
 
 
 def describe(address: str) -> dict[str, Any]:
-    """Return the description of a served device, as a file would hold it; asks its server.
-
-    Args:
-        address: ``remote://HOST:PORT``, with options after a question mark.
-
-    Raises:
-        ConfigError: it is no such address, or a key is missing.
-        DeviceUnavailable: the server does not answer, or refuses the key.
-    """
+    """Return the description of the device at ``remote://HOST:PORT``, as a file would hold it; asks its server."""
     answer, name, options = _described(address)
     told = answer.value("description", dict)
     content = {
@@ -124,14 +116,7 @@ def describe(address: str) -> dict[str, Any]:
 
 
 def about(address: str) -> list[str]:
-    """Return what a server tells about its device: window, sharing, noise, certificate, medium; a line each.
-
-    Args:
-        address: as for `describe`.
-
-    Raises:
-        ConfigError, DeviceUnavailable: as for `describe`.
-    """
+    """Return what a server tells about its device: window, sharing, noise, certificate, medium; a line each."""
     told = _described(address)[0].value("about", list, [])
     lines = [line for text in told for line in str(text).splitlines()]
     return ["".join(c for c in line if c.isprintable()) for line in lines]
@@ -271,23 +256,13 @@ class RemoteDevice(NoisyDevice):
     # What works with matrices
 
     def matrix(self) -> torch.Tensor:  # (n_outputs, n_inputs)
-        """Return the served device's matrix, float32; one of its capabilities.
-
-        Raises:
-            CapabilityMissing: the server does not offer it.
-            ValueError: it exceeds what the server sends.
-        """
+        """Return the served device's matrix, float32; CapabilityMissing if the server does not offer it."""
         self._require_open()
         self.require("matrix")
         return self._tensor(self._call("matrix"))
 
     def program(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Write a matrix and return the one that the device realised.
-
-        Raises:
-            TypeError, ValueError: another shape, or an entry that is not a number in [-1, 1].
-            CapabilityMissing: the device cannot, or is shared and not reserved.
-        """
+        """Write a matrix and return the realised one; CapabilityMissing also if the device is shared, not reserved."""
         self._require_open()
         self.require("program")
         return self._changed("program", self._checked(matrix))
@@ -307,12 +282,7 @@ class RemoteDevice(NoisyDevice):
         return self._product("multiply_transposed", x, self.n_outputs, self.n_inputs)
 
     def wait(self, seconds: float) -> torch.Tensor:
-        """Let time pass and return the matrix that readings use from now on.
-
-        Raises:
-            CapabilityMissing: the device does not drift, or is shared and not reserved.
-            ValueError: a number below 0, or no number.
-        """
+        """Let time pass and return the matrix of readings from now on; CapabilityMissing as for `program`."""
         self._require_open()
         self.require("wait")
         checks.non_negative(seconds=seconds)

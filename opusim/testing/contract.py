@@ -438,13 +438,7 @@ class DeviceContract:
 
 
 def scatter_fits(differences: np.ndarray, low: np.ndarray, high: np.ndarray) -> bool:
-    """Return whether readings' variance over all outputs lies within a law's limits, at five standard errors.
-
-    Args:
-        differences: differences of pairs of readings over sqrt(2), shape (pairs, n_outputs).
-        low: smallest variance of each output.
-        high: largest variance of each output.
-    """
+    """Return whether readings' variance over all outputs lies within a law's limits, at five standard errors."""
     squares = differences**2
     fits = True
     for bound, sign in ((low, 1.0), (high, -1.0)):

@@ -63,13 +63,8 @@ class Fault(StrEnum):
 
 
 _AMOUNTS = {
-    Fault.SATURATED: 20.0,
-    Fault.NOISE_HALVED: 0.5,
-    Fault.HOTTER: 1.5,
-    Fault.LIGHT_CHANGED: 0.9,
-    Fault.DEAD_OUTPUTS: 0.05,
-    Fault.HOT_OUTPUTS: 0.05,
-    Fault.DECORRELATED: 0.8,
+    **{Fault.SATURATED: 20.0, Fault.NOISE_HALVED: 0.5, Fault.HOTTER: 1.5, Fault.LIGHT_CHANGED: 0.9},
+    **{Fault.DEAD_OUTPUTS: 0.05, Fault.HOT_OUTPUTS: 0.05, Fault.DECORRELATED: 0.8},
 }
 _RESCALED = (Fault.NOISE_HALVED, Fault.HOTTER)
 
@@ -83,13 +78,6 @@ def faulty_device(description: DeviceDescription, **window: Any) -> NoisyDevice:
 
     In a `CameraDevice` the light, the medium or the pixels break, so its frames and its readings show the fault; it
     stays a `CameraDevice`. Every other device is wrapped, and its readings are spoiled.
-
-    Args:
-        description: one whose [options] say what goes wrong.
-        **window: as for NoisyDevice.
-
-    Raises:
-        ConfigError: an option is missing or unknown.
     """
     plan = _Plan(description)
     factory = device_factory(description.name, plan.kind)
@@ -156,15 +144,7 @@ class _Plan:
 
 
 class FaultyDevice(NoisyDevice):
-    """A wrapper around a device of another kind than a camera, whose readings it spoils; see `faulty_device`.
-
-    Args:
-        description: one whose [options] say what goes wrong.
-        **window: as for NoisyDevice.
-
-    Raises:
-        ConfigError: an option is missing or unknown, or the device is a camera or cannot tell its matrix.
-    """
+    """A wrapper around a device of another kind than a camera, whose readings it spoils; see `faulty_device`."""
 
     repaired = False
     """Set on this class: whether the fault is repaired, in cameras too."""
@@ -256,8 +236,7 @@ class _CameraFaults(CameraDevice):
         self._plan = _Plan(description)
         changes: dict[str, Any] = {"options": self._plan.rest}
         super().__init__(description.model_copy(update=changes), **window)
-        self.description = description
-        self._sound = self.speckle
+        self.description, self._sound = description, self.speckle
         self._broken: Speckle | None = None
 
     @property

@@ -81,7 +81,8 @@ class RunConfig(Section):
     """experiment: seeded, not for release (batches and noise drawn in software can be rebuilt from the seed).
     release: noise and sampling from the operating system's entropy; no seed is stored."""
     seed: int = Field(0, ge=0)
-    """Seed of initialisation, sampling and simulated noise (experiment mode; refused in release mode)."""
+    """Seed of initialisation (but of a module from Python), sampling and simulated noise (experiment mode; refused in
+    release mode)."""
     epochs: int = Field(DEFAULT_EPOCHS, ge=1, le=10**9)
     """Passes over the training records, at most 10^9; 1 by default for ridge."""
     loss: LossName = "cross-entropy"

@@ -448,8 +448,8 @@ def build_sampler(config: RunConfig, dataset: Dataset) -> Sampler:
         raise ConfigError(
             "configuration",
             "sampler.batch_size",
-            f"{options.batch_size} exceeds the {n_records} {'training records' if users is None else 'users'}; "
-            f"set sampler.batch_size to at most {n_records}",
+            f"{options.batch_size} exceeds the {n_records} {'records' if users is None else 'users'} that are trained "
+            f"on, without those held out; set sampler.batch_size to at most {n_records}",
         )
     return make_sampler(
         options.scheme,

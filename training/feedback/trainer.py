@@ -147,9 +147,12 @@ class ModuleGradients:
         model.train()
         try:
             with seeded_torch(seed, batch.x.device):
-                if batch.step == 0 and self._new_control is not None:
+                if self._new_control is not None and 0 < batch.step < BATCHES:
+                    tell("no control without feedback in a resumed run", unusual=True)
+                elif self._new_control is not None and batch.step == 0:
                     with suppress(TypeError, RuntimeError):  # not every module can be copied
                         self._control = self._new_control()
+                self._new_control = None
                 figures = dict[str, list[float]]()
                 if batch.observe and self._feedback is not None and self._feedback.gain:
                     # another forward and backward pass through the points

@@ -611,8 +611,10 @@ def shared_range(
         uncredited = frames.law.dark_e(here) - frames.law.credited_dark_e(here)
         return Cell(least=dimmed, most=light, dark_low=-uncredited)
     dark_low, dark_high, _ = certified.dark_of_groups(size)
+    # the mean is at least `light_ratio_low`, none exceeds `light_ratio_high`, or falls below the mean by more than that
+    darkest = max(0.0, 2 * certified.light_ratio_low - certified.light_ratio_high)
     return Cell(
-        least=certified.least_light * dimmed,
+        least=darkest * dimmed,
         most=certified.light_ratio_high * light,
         dark_low=dark_low,
         dark_high=dark_high,

@@ -11,13 +11,14 @@ import os
 import socket
 import statistics
 import time
+import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import joblib
 import torch
@@ -200,10 +201,19 @@ def run_sweep(
     return rows
 
 
-def run_point(config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs = _NAMED) -> Row:
-    """Make one run, with user-supplied inputs, and write its row; a failed run gets a row too.
+def run_point(
+    config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs = _NAMED, name: str = ""
+) -> Row:
+    """Make one run and write its row; a failed run gets a row too.
 
     If another process is still writing the run folder (it outlived its sweep), wait for it.
+
+    Args:
+        config: The point's configuration.
+        run_path: Its run folder.
+        row_path: The file of its row.
+        inputs: User-supplied data and model.
+        name: What its warnings call it.
     """
     folder, model = RunFolder(run_path), copy.deepcopy(inputs.model)
     started = time.perf_counter()
@@ -222,9 +232,9 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs 
                 resume = folder.started
                 if resume:
                     require_trusted(folder.read_facts(), trust_code=names_code)
-                run = train_on(
-                    folder.read_config() if resume else config, dataset, folder, model=model, resume=resume
-                )
+                own = folder.read_config() if resume else config
+                with _warnings_of(name or run_path.name):
+                    run = train_on(own, dataset, folder, model=model, resume=resume)
             except FolderBusy:
                 time.sleep(_POLL_S)
             except BudgetExceeded:
@@ -244,10 +254,10 @@ def run_point(config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs 
     return row
 
 
-def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path, inputs: Inputs = _NAMED) -> Row:
+def run_in(here: Path, *arguments: Any) -> Row:
     """Make one run on a worker of a cluster in the folder of the command, to which names of files are relative.
 
-    The worker changes to that folder, `here`, and stays there; the other arguments are those of `run_point`.
+    The worker changes to that folder, `here`, and stays there; other arguments are those of `run_point`.
 
     Raises:
         SweepStopped: The worker does not see the folder.
@@ -259,7 +269,19 @@ def run_in(here: Path, config: RunConfig, run_path: Path, row_path: Path, inputs
             f"a worker on {socket.gethostname()} cannot enter {here} ({error.strerror}), from which the sweep was "
             "started; start it in a folder that every worker sees"
         ) from error
-    return run_point(config, run_path, row_path, inputs)
+    return run_point(*arguments)
+
+
+@contextmanager
+def _warnings_of(name: str) -> Iterator[None]:
+    """Show a run's warnings when it ends, with its name in front."""
+    found: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            yield
+    finally:
+        for one in found:
+            warnings.warn_explicit(f"{name}: {one.message}", one.category, one.filename, one.lineno)
 
 
 @lru_cache(maxsize=1)
@@ -272,7 +294,7 @@ def _here(
     points: Sequence[Point], folder: SweepFolder, inputs: Inputs, jobs: int
 ) -> Generator[Row, None, None]:
     """Yield rows as local runs end. Each run has one thread, since runs share the machine."""
-    tasks = [joblib.delayed(run_point)(*_arguments(point, folder), inputs) for point in points]
+    tasks = [joblib.delayed(run_point)(*_arguments(point, folder, inputs)) for point in points]
     with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
         yield from joblib.Parallel(
             n_jobs=jobs, batch_size=1, max_nbytes=None, return_as="generator_unordered"
@@ -288,14 +310,18 @@ def _on_cluster(
 
         here = Path.cwd()
         runs = [
-            client.submit(run_in, here, *_arguments(point, folder), inputs, pure=False) for point in points
+            client.submit(run_in, here, *_arguments(point, folder, inputs), pure=False) for point in points
         ]
         for done in as_completed(runs):
             yield done.result()
 
 
-def _arguments(point: Point, folder: SweepFolder) -> tuple[RunConfig, Path, Path]:
-    return point.config, folder.run_path(point).absolute(), folder.row_path(point).absolute()
+def _arguments(
+    point: Point, folder: SweepFolder, inputs: Inputs
+) -> tuple[RunConfig, Path, Path, Inputs, str]:
+    """Return the arguments of `run_point`."""
+    name = ", ".join([point.series, *(f"{key} = {value}" for key, value in point.values.items())])
+    return point.config, folder.run_path(point).absolute(), folder.row_path(point).absolute(), inputs, name
 
 
 def _seconds_left(rows: dict[str, Row], distinct: dict[str, Point], jobs: int) -> float | None:

@@ -23,22 +23,25 @@ from opusim.devices.baseline import measure_noise
 from opusim.devices.bench.instruments import (
     MARKED,
     Factory,
+    MirrorLayout,
     Sequencer,
     factory_of,
     instrument_calls,
+    mirror_layout,
     opened,
 )
-from opusim.devices.bench.mirrors import MirrorLayout, mirror_layout
-from opusim.devices.bench.probes import (
+from opusim.devices.bench.setup import (
     LEAST_KNOWN,
+    BenchSetup,
     LightLook,
     look_at_light,
+    measure_setup,
     nonlinearity,
     require_light,
     require_linear,
     retrieved,
+    signed_sum,
 )
-from opusim.devices.bench.setup import BenchSetup, measure_setup, signed_sum
 from opusim.devices.kinds import Capability
 from opusim.devices.usage import DeviceWork
 from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable, NoiseUnknown
@@ -93,9 +96,7 @@ class BenchDevice(NoisyDevice):
         **window: Any,
     ) -> None:
         super().__init__(description, **window)
-        if description.bench is None:
-            raise ConfigError(description.name, "bench", "missing; a device of this kind needs [bench]")
-        self._settings: BenchSettings = description.bench
+        self._settings: BenchSettings = description.needed("bench", "a device of this kind needs [bench]")
         self._factories = {"patterns": patterns, "grabber": grabber}
         for key, given in self._factories.items():
             if given is not None and not callable(given):
@@ -135,11 +136,7 @@ class BenchDevice(NoisyDevice):
 
     @property
     def described_noise(self) -> MeasuredNoise:
-        """Variances of blank, half-dense and dense readings, as this opening measured them; nothing is credited.
-
-        Raises:
-            NoiseUnknown: the device was never opened.
-        """
+        """Variances of blank, half-dense and dense readings, as this opening measured them; nothing is credited."""
         if self._noise is None:
             raise NoiseUnknown(f"device {self.name!r}: its noise is measured when it opens; call open()")
         return self._noise
@@ -228,7 +225,7 @@ class BenchDevice(NoisyDevice):
         """Find the complex transmission matrix T by phase retrieval from intensities of random patterns.
 
         Neither reference nor anchor is shown, so that all outputs are found equally well, from fewer frames than
-        `measure_transmission` takes; T has the same ambiguities. See `opusim.devices.bench.probes.retrieved`.
+        `measure_transmission` takes; T has the same ambiguities. See `opusim.devices.bench.setup.retrieved`.
 
         Args:
             frames_per_input: random binary frames for each input, at least 6; as many blank frames as inputs, at least
@@ -262,15 +259,7 @@ class BenchDevice(NoisyDevice):
             )
 
     def _signed_columns(self, anchor: np.ndarray, repeats: int) -> np.ndarray:
-        """Return I_p - I_(a-p) - I_n + I_(a-n) of every input, DN at the setup's light, from rows of a Hadamard matrix.
-
-        Args:
-            anchor: switches of a, shape (1, groups).
-            repeats: readings of each row.
-
-        Returns:
-            float64, shape (n_outputs, n_inputs).
-        """
+        """Return I_p - I_(a-p) - I_n + I_(a-n) of each input, DN, (n_outputs, n_inputs), by a Hadamard matrix."""
         checks.integer(repeats=repeats, minimum=1)
         self._require_columns()
         rows = hadamard(1 << (self.n_inputs - 1).bit_length(), dtype=np.int8)[:, : self.n_inputs]
@@ -387,12 +376,7 @@ class BenchDevice(NoisyDevice):
         return torch.from_numpy(self.setup.decode(self._signed(x).numpy(), x.cpu().numpy()))
 
     def _signed(self, x: torch.Tensor, anchor: np.ndarray | None = None) -> torch.Tensor:
-        """Return I_p - I_(a-p) - I_n + I_(a-n) of ternary vectors, DN at the setup's light, float64.
-
-        Args:
-            x: the vectors.
-            anchor: switches of a, or None for all groups.
-        """
+        """Return I_p - I_(a-p) - I_n + I_(a-n) of ternary vectors, DN, float64; `anchor` None: all groups are on."""
         source, vectors = self._open_source(), x.cpu().numpy()
         found = np.empty((len(vectors), self.n_outputs))
         at_once = max(1, source.at_once // FRAMES_PER_TERNARY)
@@ -427,11 +411,7 @@ class BenchDevice(NoisyDevice):
         return None if folder is None else Path(folder) / f"{self.n_inputs}x{self.n_outputs}{ending}"
 
     def _read_setup(self, layout: MirrorLayout, bits: int) -> BenchSetup | None:
-        """Return the setup that an earlier opening kept, or None.
-
-        Raises:
-            ConfigError: its file cannot be used, or belongs to other settings.
-        """
+        """Return the setup that an earlier opening kept, or None; ConfigError if it belongs to other settings."""
         path = self._file(".npz")
         if path is None or not path.exists():
             return None

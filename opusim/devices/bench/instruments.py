@@ -17,6 +17,11 @@ never averaged, moved or left out:
 
 The first three look at no pattern of the caller's. The last one compares frames for equality only. All four miss a lost
 pulse and an extra one between the same two marks, if the camera numbers the frames without a gap.
+
+`MirrorLayout` assigns mirrors to inputs. A window in the middle of the array is cut into square blocks of mirrors that
+are switched together. Every input gets the same number of blocks, and a share of the blocks is the reference, which
+carries no data. The places are random, so that all inputs get the same mean light of an uneven beam, and the speckle
+grains of one input are as small as those of all.
 """
 
 from __future__ import annotations
@@ -26,14 +31,183 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
-from opusim.devices.bench.mirrors import MirrorLayout
 from opusim.errors import ConfigError, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
 from opusim.plugins import FOREIGN_ERRORS
 from opusim.processes import pause
+from opusim.tables import Shown
+
+_SEED = 20261128
+"""Seed of the order of blocks, so that equal arguments give equal layouts."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class MirrorLayout(Shown):
+    """Groups of mirrors: one for each input, and the reference after them.
+
+    Attributes:
+        owner: group of each block, int32, shape (block rows, block columns); -1: always off.
+        macro_pixel: side of a block, mirrors.
+        corner: row and column of the window's first mirror.
+        shape: rows and columns of the array.
+        n_inputs: groups that carry data.
+    """
+
+    owner: np.ndarray
+    macro_pixel: int
+    corner: tuple[int, int]
+    shape: tuple[int, int]
+    n_inputs: int
+
+    def _shown(self) -> dict[str, object]:
+        return {
+            "inputs": self.n_inputs,
+            "blocks": " x ".join(map(str, self.owner.shape)),
+            "macro_pixel": self.macro_pixel,
+            "corner": self.corner,
+            "mirrors": " x ".join(map(str, self.shape)),
+        }
+
+    @property
+    def groups(self) -> int:
+        """Number of groups: the inputs and the reference."""
+        return self.n_inputs + 1
+
+    @cached_property
+    def _blocks(self) -> np.ndarray:
+        """Number of blocks of each group."""
+        return np.bincount(self.owner[self.owner >= 0], minlength=self.groups)
+
+    @property
+    def mirrors_of_anchor(self) -> float:
+        """Blocks of the anchor over the blocks of an input: M, the number of inputs that would make the anchor."""
+        return float(self._blocks.sum() / self._blocks[0])
+
+    def share_on(self, switches: np.ndarray) -> float:
+        """Return the mean share of the anchor's blocks that are on in some patterns."""
+        return float(np.mean(switches @ self._blocks) / self._blocks.sum())
+
+    def mirrors(self, switches: np.ndarray) -> np.ndarray:
+        """Return patterns of the whole array: uint8, shape (patterns, rows, columns).
+
+        Args:
+            switches: boolean, shape (patterns, groups).
+        """
+        padded = np.zeros((len(switches), self.groups + 1), dtype=np.uint8)
+        padded[:, :-1] = switches
+        blocks = padded[:, self.owner]  # -1 is the last column
+        side = self.macro_pixel
+        window = blocks.repeat(side, axis=1).repeat(side, axis=2)
+        patterns = np.zeros((len(switches), *self.shape), dtype=np.uint8)
+        (row, column), (rows, columns) = self.corner, window.shape[1:]
+        patterns[:, row : row + rows, column : column + columns] = window
+        return patterns
+
+    def anchor(self) -> np.ndarray:
+        """Return the switches of the anchor, every group on: shape (1, groups)."""
+        return np.ones((1, self.groups), dtype=bool)
+
+    def reference(self) -> np.ndarray:
+        """Return the switches of the reference without data: shape (1, groups)."""
+        return ~self.data(np.ones((1, self.n_inputs)))
+
+    def data(self, x: np.ndarray) -> np.ndarray:
+        """Return switches of binary vectors: shape (vectors, groups), the reference off.
+
+        Args:
+            x: entries 0 and 1, shape (vectors, n), n at most n_inputs.
+        """
+        switches = np.zeros((len(x), self.groups), dtype=bool)
+        switches[:, : x.shape[1]] = x != 0
+        return switches
+
+    def ternary(self, x: np.ndarray, anchor: np.ndarray | None = None) -> np.ndarray:
+        """Return switches of the four frames of each ternary vector x = p - n: p, a - p, n, a - n, vector by vector.
+
+        Args:
+            x: entries -1, 0 and 1, shape (vectors, n), n at most n_inputs.
+            anchor: switches of a, shape (1, groups), with every input on; None: all groups on.
+        """
+        a = self.anchor() if anchor is None else anchor
+        p, n = self.data(x > 0), self.data(x < 0)
+        return np.stack([p, a & ~p, n, a & ~n], axis=1).reshape(-1, self.groups)
+
+    def marked(self, switches: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return patterns with marks, blank and anchor, before every `every` of them and at the end, and which are."""
+        mark = np.concatenate([np.zeros_like(self.anchor()), self.anchor()])
+        parts, is_mark = [], []
+        for start in range(0, len(switches), every):
+            part = switches[start : start + every]
+            parts += [mark, part]
+            is_mark += [np.ones(len(mark), dtype=bool), np.zeros(len(part), dtype=bool)]
+        parts.append(mark)
+        is_mark.append(np.ones(len(mark), dtype=bool))
+        return np.concatenate(parts), np.concatenate(is_mark)
+
+
+def mirror_layout(
+    shape: tuple[int, int],
+    n_inputs: int,
+    *,
+    macro_pixel: int,
+    reference_share: float,
+    name: str,
+    window: tuple[int | None, int | None] = (None, None),
+) -> MirrorLayout:
+    """Assign the blocks of a window in the middle of an array.
+
+    Every input gets k = floor((1 - reference_share) blocks / n_inputs) blocks, at least 1; the reference gets
+    k n_inputs reference_share / (1 - reference_share), at least 1; the other blocks stay off.
+
+    Args:
+        shape: rows and columns of the array.
+        n_inputs: number of inputs.
+        macro_pixel: side of a block, mirrors.
+        reference_share: share of the blocks of the anchor that are the reference.
+        name: of the device, for errors.
+        window: rows and columns of mirrors that are used, None for all.
+
+    Raises:
+        ConfigError: the window is larger than the array, or has too few blocks.
+    """
+    used = []
+    for length, wanted, key in zip(shape, window, ("window_rows", "window_columns"), strict=True):
+        if wanted is not None and wanted > length:
+            raise ConfigError(name, f"bench.{key}", f"is {wanted}, the array has {length}; make it smaller")
+        used.append((length if wanted is None else wanted) // macro_pixel)
+    blocks = used[0] * used[1]
+    most_data = blocks - max(1, round(reference_share * blocks))
+    each = most_data // n_inputs
+    if each < 1:
+        raise ConfigError(
+            name,
+            "bench.macro_pixel",
+            f"is {macro_pixel}: the window has {blocks} blocks, {most_data} of them for data at bench.reference_share "
+            f"= {reference_share:g}, and {n_inputs} inputs need one each; make it smaller, or open fewer inputs",
+        )
+    data = each * n_inputs
+    reference = min(max(1, round(data * reference_share / (1 - reference_share))), blocks - data)
+    groups = np.full(blocks, -1, dtype=np.int32)
+    groups[:data] = np.arange(data) % n_inputs
+    groups[data : data + reference] = n_inputs
+    order = torch.randperm(blocks, generator=torch.Generator().manual_seed(_SEED)).numpy()
+    owner = np.empty(blocks, dtype=np.int32)
+    owner[order] = groups
+    corner = [(length - macro_pixel * count) // 2 for length, count in zip(shape, used, strict=True)]
+    return MirrorLayout(
+        owner=owner.reshape(used[0], used[1]),
+        macro_pixel=macro_pixel,
+        corner=(corner[0], corner[1]),
+        shape=(int(shape[0]), int(shape[1])),
+        n_inputs=n_inputs,
+    )
+
 
 MARKED = 64
 """Patterns between two marks; a multiple of the frames of a ternary vector."""
@@ -199,10 +373,7 @@ class Sequencer:
         return int(2**self.bits - 1)
 
     def configure(self, *, exposure_us: float, roi: Roi, binning: int) -> float:
-        """Set the camera for the next sequences, and return the exposure that it took.
-
-        Marks are not compared until `expect` is called.
-        """
+        """Set the camera, return the exposure that it took; marks are not compared until `expect` is called."""
         self._settings = {"exposure_us": exposure_us, "roi": roi, "binning": binning}
         self._levels, self.roi = None, roi
         return self._arm()
@@ -264,11 +435,7 @@ class Sequencer:
         )
 
     def _taken(self, marked: np.ndarray, is_mark: np.ndarray, shown: np.ndarray) -> np.ndarray:
-        """Return the frames of one sequence.
-
-        Raises:
-            FramesLost: they do not match the patterns.
-        """
+        """Return the frames of one sequence; FramesLost if they do not match the patterns."""
         self._count(len(shown))
         with instrument_calls(self._name, "Patterns.load"):
             self._patterns.load(shown)
@@ -436,16 +603,7 @@ class Sequencer:
 
 @contextmanager
 def instrument_calls(name: str, what: str) -> Iterator[None]:
-    """Turn what an instrument's own code raises into a DeviceError; a TimeoutError passes.
-
-    Args:
-        name: the device's name.
-        what: what was called, such as ``Grabber.grab``.
-
-    Raises:
-        DeviceUnavailable: it raised an OSError.
-        DeviceFault: it raised anything else but a TimeoutError or a DeviceError.
-    """
+    """Turn an instrument's OSError into DeviceUnavailable, others but TimeoutError and DeviceError into DeviceFault."""
     try:
         yield
     except (DeviceError, TimeoutError):
@@ -469,14 +627,7 @@ Factory = Callable[[], Any]
 def factory_of(name: str, key: str, named: str) -> Factory:
     """Return the factory ``module:name`` of an instrument; a module may also lie in the working folder.
 
-    Args:
-        name: the device's name, for errors.
-        key: the key that names it.
-        named: the module and the name in it.
-
-    Raises:
-        ConfigError: there is no such module, or no such name in it.
-        DeviceFault: the module raises when it is imported.
+    ConfigError if there is no such module or name; DeviceFault if the module raises when it is imported.
     """
     module, _, attribute = named.partition(":")
     folder, added = os.getcwd(), False
@@ -502,12 +653,7 @@ def factory_of(name: str, key: str, named: str) -> Factory:
 
 
 def opened(name: str, what: str, factory: Factory, methods: tuple[str, ...]) -> Any:
-    """Open an instrument and check that it has what its protocol asks for.
-
-    Raises:
-        DeviceError: it does not open.
-        DeviceFault: a method or attribute is missing; what was opened is closed again.
-    """
+    """Open an instrument; one that lacks a part of its protocol is closed again, and a DeviceFault."""
     with instrument_calls(name, what):
         found = factory()
     missing = [method for method in methods if not callable(getattr(found, method, None))]

@@ -102,8 +102,7 @@ class BinaryThresholdEncoder(_Encoder):
     """
 
     def __init__(self, threshold_enc: float | str = "auto", greater_is_one: bool = True) -> None:
-        self.threshold_enc = threshold_enc
-        self.greater_is_one = greater_is_one
+        self.threshold_enc, self.greater_is_one = threshold_enc, greater_is_one
 
     def fit(self, X: Any = None, y: Any = None) -> Self:
         """Learn the medians for "auto"; for a number check that it lies in the range of X.
@@ -155,9 +154,7 @@ class MultiThresholdEncoder(_Encoder):
     """
 
     def __init__(self, thresholds: Any = "linspace", n_bins: int = 8, columnwise: bool = False) -> None:
-        self.thresholds = thresholds
-        self.n_bins = n_bins
-        self.columnwise = columnwise
+        self.thresholds, self.n_bins, self.columnwise = thresholds, n_bins, columnwise
 
     def _learns(self) -> bool:
         if isinstance(self.thresholds, str):
@@ -189,8 +186,7 @@ class ConcatenatedBitPlanEncoder(BaseTransformer):
     """
 
     def __init__(self, n_bits: int = 8, starting_bit: int = 0) -> None:
-        self.n_bits = n_bits
-        self.starting_bit = starting_bit
+        self.n_bits, self.starting_bit = n_bits, starting_bit
 
     def transform(self, X: Any) -> Any:
         """Return the bits, uint8, shape (n, d * n_bits)."""
@@ -230,9 +226,7 @@ class Float32Encoder(_Encoder):
     _layout = "separated"
 
     def __init__(self, sign_bit: bool = True, exp_bits: int = 8, mantissa_bits: int = 23) -> None:
-        self.sign_bit = sign_bit
-        self.exp_bits = exp_bits
-        self.mantissa_bits = mantissa_bits
+        self.sign_bit, self.exp_bits, self.mantissa_bits = sign_bit, exp_bits, mantissa_bits
 
     @property
     def n_bits(self) -> int:
@@ -344,8 +338,7 @@ class MixingBitPlanDecoder(BaseTransformer):
     _joined: Any = "mixed"
 
     def __init__(self, n_bits: int = 8, decoding_decay: float = 0.5) -> None:
-        self.n_bits = n_bits
-        self.decoding_decay = decoding_decay
+        self.n_bits, self.decoding_decay = n_bits, decoding_decay
 
     def transform(self, X: Any) -> Any:
         """Return the joined readings, float32.
@@ -380,9 +373,7 @@ class SeparatedBitPlanDecoder(BaseTransformer):
     def __init__(
         self, precision: int, magnitude_p: float = 1.0, magnitude_n: float = 0.0, decoding_decay: float = 0.5
     ) -> None:
-        self.precision = precision
-        self.magnitude_p = magnitude_p
-        self.magnitude_n = magnitude_n
+        self.precision, self.magnitude_p, self.magnitude_n = precision, magnitude_p, magnitude_n
         self.decoding_decay = decoding_decay
 
     def transform(self, X: Any) -> Any:

@@ -33,12 +33,7 @@ class AE(nn.Module):
 
 
 class EncoderDecoder(AE):
-    """Codes 1[W x > 0] with the decoder W^T; only the decoder learns. Tissier et al., arXiv 1803.09065.
-
-    Args:
-        input_size: Width of x.
-        hidden_size: Width of the code.
-    """
+    """Codes 1[W x > 0] with the decoder W^T; only the decoder learns. Tissier et al., arXiv 1803.09065."""
 
     def __init__(self, input_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -122,8 +117,7 @@ class ConvAE(_SoftCode):
         }
         self.encoder = nn.Conv2d(in_ch, out_ch, kernel_size, **convolution)
         self.decoder = nn.ConvTranspose2d(out_ch, in_ch, kernel_size, **convolution)
-        self.beta = beta
-        self.flatten = flatten
+        self.beta, self.flatten = beta, flatten
 
     def code(self, input: Tensor) -> Tensor:
         """Return the code, uint8, shape (n, out_ch, h, w), or (n, bits)."""

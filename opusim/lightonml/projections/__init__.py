@@ -74,10 +74,7 @@ class OpuTransformer:
     def fit(
         self, X: Any = None, y: Any = None, n_features: Any = None, packed: bool = False, online: bool = False
     ) -> Self:
-        """Learn the number of features, from X or from n_features; see `OPU.fit1d` and `OPU.fit2d`.
-
-        n_features None takes n_2d_features for packed matrices.
-        """
+        """Learn the number of features, from X or n_features (None: n_2d_features if packed); see `OPU.fit1d`."""
         checks.choice((1, 2), ndims=self.ndims)
         packed = packed or self.packed
         self.opu.n_components = self.n_components
@@ -88,12 +85,7 @@ class OpuTransformer:
         return self
 
     def _chosen_opu(self) -> OPU:
-        """Return the OPU that the arguments name, with that many components.
-
-        Raises:
-            ValueError: An OPU on hardware is given with simulated=True.
-            DeviceError: It cannot be opened.
-        """
+        """Return the OPU that the arguments name, with that many components; ValueError if it is no simulated one."""
         if self.verbose_level >= 0:
             set_verbose_level(self.verbose_level)
         opu = self._given

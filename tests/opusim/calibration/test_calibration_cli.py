@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from opusim.calibration.calibrate import _CAUSES
-from opusim.calibration.independence import independence_p_values
-from opusim.calibration.reading_noise import shape_p_values
+from opusim.calibration.reading_noise import independence_p_values, shape_p_values
 from opusim.calibration.recorded import read_frames
 from opusim.calibration.recorded_transfer import reduced
+from opusim.calibration.report import _CAUSES
 from opusim.cli import app
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opusim.calibration.calibrate import Calibration, calibrate, require_noise
-from opusim.calibration.count_law import without_power
-from opusim.calibration.independence import independence_p_values
+from opusim.calibration.calibrate import Calibration, calibrate, require_noise, without_power
 from opusim.calibration.photon_transfer import Plan
+from opusim.calibration.reading_noise import independence_p_values
 from opusim.camera.from_description import Laser
 from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opusim.calibration.calibrate import Calibration, calibrate
-from opusim.calibration.count_law import codes_p_values, tails, third_cumulants
-from opusim.calibration.independence import cut_tails
+from opusim.calibration.calibrate import Calibration, calibrate, codes_p_values, tails, third_cumulants
 from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
+from opusim.calibration.reading_noise import cut_tails
 from opusim.devices.registry import open_device
 from opusim.p_values import FAMILY_ALARM
 from tests.support.planted_cameras import CAMERAS, PlantedCamera, SensorFault, half_variance

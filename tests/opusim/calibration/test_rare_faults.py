@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from benchmarks.devices.calibration_faults import RARE, TRUSTED, asked, pink
-from opusim.calibration.independence import (
+from opusim.calibration.reading_noise import (
     cut_tails,
+    evaluate_readings,
     far_limits,
     far_out,
     least_energy,
@@ -19,7 +20,6 @@ from opusim.calibration.independence import (
     slow_noise,
     standardised,
 )
-from opusim.calibration.reading_noise import evaluate_readings
 from opusim.devices.certificate import Certificate, GaussianLaw, TrustedProperty
 
 Random = np.random.Generator

@@ -7,10 +7,11 @@ import pytest
 from scipy.stats import chi2
 
 from benchmarks.devices.calibration_faults import BROKEN, attempt
-from opusim.calibration.independence import _product_variance, independence_p_values
 from opusim.calibration.reading_noise import (
     ReadingNoise,
+    _product_variance,
     evaluate_readings,
+    independence_p_values,
     smallest_variance,
     variance_lower_limit,
 )

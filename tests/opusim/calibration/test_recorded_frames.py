@@ -153,8 +153,8 @@ def test_light_of_unknown_strength_makes_each_stack_a_level(arrays: Arrays, tmp_
 
 
 def test_lost_frames_and_the_date_come_from_timestamps(arrays: Arrays, tmp_path: Path) -> None:
-    from opusim.calibration.recorded_report import CameraReport
     from opusim.calibration.recorded_transfer import require_lawful
+    from opusim.calibration.report import CameraReport
 
     longer = recording(Sensor(), np.random.default_rng(7), frames=6, levels=8, shape=(24, 32))
     times = 1.7e9 + 0.01 * np.arange(48).reshape(8, 6)

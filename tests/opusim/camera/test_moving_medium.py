@@ -9,8 +9,15 @@ import pytest
 import torch
 from scipy.stats import poisson
 
-from opusim.camera.moving import Motion, bridge, motion
-from opusim.camera.speckle import PARTS_OF_A_STEP, STEPS_PER_TAU, grid_point, medium_weights
+from opusim.camera.speckle import (
+    PARTS_OF_A_STEP,
+    STEPS_PER_TAU,
+    Motion,
+    bridge,
+    grid_point,
+    medium_weights,
+    motion,
+)
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseUnknown

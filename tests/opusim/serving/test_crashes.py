@@ -18,8 +18,7 @@ from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseBelowCertificate
 from opusim.serving.instrument import MOST_ROWS, Instrument
 from opusim.serving.journal import read_journal
-from opusim.serving.server import Limits
-from opusim.serving.sessions import TURN_S, Work
+from opusim.serving.server import TURN_S, Limits, Work
 from opusim.testing.faults import KIND, FaultyDevice, faulty_device
 from tests.support.killing import start_child
 from tests.support.patience import eventually, patient

@@ -24,8 +24,7 @@ from opusim.serving.connections import BadMessage, Message, error_message, read_
 from opusim.serving.instrument import Window, law_of_outputs, packed_law, unpacked_law
 from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, usage_rows
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
-from opusim.serving.server import FairQueue
-from opusim.serving.sessions import Places
+from opusim.serving.server import FairQueue, Places
 from tests.support.served import expire
 
 # Keys

@@ -27,10 +27,23 @@ from opusim.training.attacks.replay import coins
 from opusim.training.attacks.run_audit import forecast, read_as_games
 
 DELTA = 1e-5
+PLAN = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
+SEES_ALL = OneRunPlan(adversary="sees all", canaries=60, delta=DELTA, claimed=1.0, law=Law.GAUSSIAN)
 CLAIM = Guarantee(
     epsilon=1.0, delta=DELTA, unit=Unit.RECORD, adjacency=Adjacency.ZERO_OUT, release=Release.EVERY_UPDATE,
     status=Status.PROVEN, mechanism="test", source="test",
 )  # fmt: skip
+
+
+def audit_of(*findings: Finding, claim: Guarantee = CLAIM, **facts: Any) -> Audit:
+    """An audit with these findings, of a step unless said otherwise."""
+    settings = {"trials": 60, "seed": 1, "steps": 3, "played": Played.STEP, **facts}
+    return Audit(findings=findings, guarantees=(claim,), **settings)
+
+
+def of_run(scores: np.ndarray, inside: np.ndarray, result: Any, **facts: Any) -> Finding:
+    """A finding on a run from scores, and whether each is of a record that was inside."""
+    return Finding.of(Role.RUN, "difference", (scores[inside], scores[~inside]), result, **facts)
 
 
 @pytest.mark.parametrize(
@@ -43,9 +56,8 @@ CLAIM = Guarantee(
 )
 def test_a_broken_control_says_why_it_was_not_found(scores: int, gap: float, says: str) -> None:
     outside = np.random.default_rng(1).random(scores)
-    plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
     halves = outside[::-1] + gap, outside
-    assert Finding.of(Role.BROKEN, "difference", halves, audit(*halves, plan), claim=CLAIM).says == says
+    assert Finding.of(Role.BROKEN, "difference", halves, audit(*halves, PLAN), claim=CLAIM).says == says
 
 
 @pytest.mark.parametrize(
@@ -59,17 +71,10 @@ def test_a_broken_control_says_why_it_was_not_found(scores: int, gap: float, say
     ],
 )
 def test_a_page_says_when_its_audit_is_weak(epsilon: float, power: float | None, says: str | None) -> None:
-    scores = np.random.default_rng(1).random((2, 200))
-    plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
+    halves = np.random.default_rng(1).random((2, 200))
     claim = replace(CLAIM, epsilon=epsilon, reason="no theorem" if math.isinf(epsilon) else None)
-    finding = Finding(
-        role=Role.RUN,
-        **{"attack": "difference", "members": "", "others": "", "auc": 0.5, "power": power},
-        **{"result": audit(scores[0], scores[1], plan), "claim": claim},
-    )
-    found = Audit(
-        findings=(finding,), guarantees=(claim,), trials=400, control_trials=0, seed=1, steps=1, played=Played.STEP,
-    )  # fmt: skip
+    finding = Finding.of(Role.RUN, "difference", (halves[0], halves[1]), audit(*halves, PLAN), claim=claim)
+    found = audit_of(replace(finding, power=power), claim=claim, trials=400, control_trials=0, steps=1)
     assert finding.result.ceiling < 9
     assert ("is weak" in verdict(found)) is (says is not None and "half" in says)
     assert says is None or says in verdict(found)
@@ -84,23 +89,17 @@ def test_an_estimate_above_the_claim_is_told_unless_a_bound_refutes_the_claim(ca
     scores, inside = np.random.default_rng(1).standard_normal(60), np.arange(60) % 2 == 0
     scores[inside] += 2
     halves = scores[inside], scores[~inside]
-    result: Any = audit(*halves, AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA))
+    result: Any = audit(*halves, PLAN)
     shown: Any = {"estimate": estimated(*halves, result)}
-    plan = OneRunPlan(adversary="sees all", canaries=60, delta=DELTA, claimed=None, law=Law.GAUSSIAN)
     if canaries:
-        result, shown = audit_one_run(scores, inside, plan), {}
-    (estimate,) = Finding.of(Role.RUN, "difference", halves, result, **shown).estimates
+        result, shown = audit_one_run(scores, inside, replace(SEES_ALL, claimed=None)), {}
+    (estimate,) = of_run(scores, inside, result, **shown).estimates
     low = result.epsilon_lower
     for epsilon, told in ((0.9 * low, False), ((low + estimate) / 2, True), (estimate + 1, False)):
         if canaries:
-            result = audit_one_run(scores, inside, replace(plan, claimed=epsilon))
-        claim = replace(CLAIM, epsilon=epsilon)
-        found = Audit(
-            findings=(Finding.of(Role.RUN, "difference", halves, result, claim=claim, **shown),),
-            guarantees=(claim,),
-            played=Played.TRAINING if canaries else Played.STEP,
-            **{"trials": 60, "seed": 1, "steps": 3},
-        )
+            result = audit_one_run(scores, inside, replace(SEES_ALL, claimed=epsilon))
+        claim, played = replace(CLAIM, epsilon=epsilon), Played.TRAINING if canaries else Played.STEP
+        found = audit_of(of_run(scores, inside, result, claim=claim, **shown), claim=claim, played=played)
         assert found.refuted is (epsilon < low)
         assert ("Estimates above the claim: " in "\n".join(paragraphs(found))) is told
 
@@ -114,14 +113,9 @@ def test_forecast_ceiling_and_power_of_a_step_agree(trials: int) -> None:
     games = AnytimePlan(delta=DELTA, claimed=claim.epsilon, law=Law.GAUSSIAN, confidence=0.95)
     text = forecast(games, tossed)
     scores = generator.standard_normal(trials) + 99.0 * tossed
-    plan = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
-    worlds = scores[tossed], scores[~tossed]
-    finding = Finding.of(
-        Role.RUN, "difference", worlds, audit(*worlds, plan), claim=claim, **read_as_games(scores, tossed, games, 0.0),
-    )  # fmt: skip
-    found = Audit(
-        findings=(finding,), guarantees=(claim,), trials=trials, seed=1, steps=1, played=Played.STEP
-    )
+    result, read = audit(scores[tossed], scores[~tossed], PLAN), read_as_games(scores, tossed, games, 0.0)
+    finding = of_run(scores, tossed, result, claim=claim, **read)
+    found = audit_of(finding, claim=claim, trials=trials, steps=1)
     ceiling = f"{finding.result.ceiling:.2f}"
     assert f"by errors alone a perfect attack shows epsilon {ceiling}" in text
     assert f"By errors alone, a perfect attack would have shown {ceiling}" in "\n".join(paragraphs(found))
@@ -135,18 +129,11 @@ def test_results_of_the_older_schemas_are_read() -> None:
     """Version 1 kept trials and scores of canaries in two schemas, without what was played."""
     generator = np.random.default_rng(1)
     scores, inside = generator.standard_normal(60), np.arange(60) % 2 == 0
-    plan = OneRunPlan(
-        adversary="sees all", canaries=60, delta=DELTA, claimed=1.0, law=Law.GAUSSIAN, weaker_mu=2.0
-    )
-    result = audit_one_run(scores, inside, plan)
-    canaries = Finding.of(
-        Role.RUN, "all updates", (scores[inside], scores[~inside]), result, scope="run", claim=CLAIM
-    )
-    facts = {"guarantees": (CLAIM,), "seed": 1, "steps": 3}
-    found = Audit(
-        **facts, findings=(replace(canaries, members="", others=""),), played=Played.TRAINING,
-        **{"trials": 60, "crafted": "gradients", "game": "a mechanism", "cpu_s": 1.0},
-    )  # fmt: skip
+    result = audit_one_run(scores, inside, replace(SEES_ALL, weaker_mu=2.0))
+    canaries = of_run(scores, inside, result, scope="run", claim=CLAIM)
+    canaries = replace(canaries, attack="all updates", members="", others="")
+    facts = {"played": Played.TRAINING, "crafted": "gradients", "game": "a mechanism", "cpu_s": 1.0}
+    found = audit_of(canaries, **facts)
     most = max(bound.ceiling for bound in result.bounds if bound.method.is_bound)
     assert f"ideal scores would typically show {most:.2f} by " in verdict(found)
     assert "by normal scores if they pass the test of normality then." in power_text(found)
@@ -162,10 +149,8 @@ def test_results_of_the_older_schemas_are_read() -> None:
     assert Audit.from_json({**old, "trainings": 60}).played is Played.FINAL_MODELS
     with pytest.raises(ValueError, match="not an audit"):
         Audit.from_json({**old, "readings": [1]})
-    plan_of_trials = AuditPlan(threat_model="sees the update", pair="in or out", delta=DELTA)
-    halves = scores[inside], scores[~inside]
-    trials = Finding.of(Role.RUN, "difference", halves, audit(*halves, plan_of_trials))
-    found = Audit(**facts, findings=(trials,), played=Played.STEP, trials=60, control_trials=40)
+    trials = of_run(scores, inside, audit(scores[inside], scores[~inside], PLAN))
+    found = audit_of(trials, control_trials=40)
     content = found.to_json()
     old = {key: value for key, value in content.items() if key not in ("played", "steps", "looks", "cpu_s")}
     old |= {"schema_version": 1, "step": 3, "release": "the weights after every step"}
@@ -178,19 +163,13 @@ def missed_control(*, refused: bool) -> Audit:
     generator = np.random.default_rng(1)
     inside = np.arange(200) % 2 == 0
     scores = generator.standard_normal(200) if not refused else generator.standard_normal(200) ** 5
-    plan = OneRunPlan(
-        adversary="sees all", canaries=200, delta=DELTA, claimed=3.0, law=Law.GAUSSIAN, weaker_mu=1.3
-    )
+    plan = replace(SEES_ALL, canaries=200, claimed=3.0, weaker_mu=1.3)
     if refused:
         rights = tuple((method, 0.83) for method in plan.methods if method.guesses)
         plan = replace(plan, draws=1.98, weaker_normality=1e-19, weaker_right=rights)
-    result, halves = audit_one_run(scores, inside, plan), (scores[inside], scores[~inside])
     claim = replace(CLAIM, epsilon=3.0)
-    roles = (Role.RUN, Role.BROKEN)
-    return Audit(
-        findings=tuple(Finding.of(role, "all updates", halves, result, claim=claim) for role in roles),
-        guarantees=(claim,), played=Played.TRAINING, **{"trials": 200, "seed": 1, "steps": 3},
-    )  # fmt: skip
+    own = of_run(scores, inside, audit_one_run(scores, inside, plan), claim=claim)
+    return audit_of(own, replace(own, role=Role.BROKEN), claim=claim, trials=200, played=Played.TRAINING)
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -233,24 +212,17 @@ def test_a_control_that_is_found_by_chance_counts_as_failed_unless_the_run_is_re
     assert found.refuted is refuted
     assert found.controls_hold is (holds or refuted)
     assert (shown.says == "found, as required") is holds
-    assert (
-        power is not None and f"with probability {power:.2f}" in headline(found)
-    ) is not found.controls_hold
+    told = power is not None and f"with probability {power:.2f}" in headline(found)
+    assert told is not found.controls_hold
 
 
 def test_more_canaries_are_no_remedy_for_scores_that_are_not_normal() -> None:
     """Six draws pass the forecast's test of normality, and the scores do not."""
     missed = missed_control(refused=True)
-    results = [
-        replace(one.result, plan=replace(one.result.plan, draws=6.0, weaker_normality=0.5))
-        for one in missed.findings
-    ]
-    found = replace(
-        missed,
-        findings=tuple(
-            replace(one, result=result, power=0.95) for one, result in zip(missed.findings, results, strict=True)
-        ),
-    )  # fmt: skip
+    result = missed.findings[0].result
+    result = replace(result, plan=replace(result.plan, draws=6.0, weaker_normality=0.5))
+    findings = [replace(one, result=result, power=0.95) for one in missed.findings]
+    found = replace(missed, findings=tuple(findings))
     said = headline(found)
     assert "half of the noise was not found by this attack: scores are not normal" in said.lower()
     assert "drawn q T = 6 times" in said
@@ -263,24 +235,12 @@ def test_each_attack_has_its_adversary_and_a_release_run_repeats_only_coins(rele
     tossed = coins(3, 100)[:, 0]
     scores = np.random.default_rng(1).standard_normal(100)
     games = AnytimePlan(delta=DELTA, claimed=1.0, law=Law.GAUSSIAN)
-    worlds, knows = (scores[tossed], scores[~tossed]), {"row space": "features", "difference": "all records"}
-    read = read_as_games(scores, tossed, games, 0.0)
-    found = Audit(
-        findings=tuple(
-            Finding.of(
-                Role.RUN,
-                name,
-                worlds,
-                audit(*worlds, AuditPlan(threat_model=f"knows {what}", pair="in or out", delta=DELTA)),
-                claim=CLAIM,
-                **read,
-            )
-            for name, what in knows.items()
-        ),
-        guarantees=(CLAIM,), played=Played.STEP, note=SYSTEM_NOISE if release else "",
-        **{"trials": 100, "seed": 1, "steps": 3},
-    )  # fmt: skip
-    texts = paragraphs(found)
+    knows = {"row space": "features", "difference": "all records"}
+    read, findings = read_as_games(scores, tossed, games, 0.0), []
+    for name, what in knows.items():
+        result = audit(scores[tossed], scores[~tossed], replace(PLAN, threat_model=f"knows {what}"))
+        findings.append(replace(of_run(scores, tossed, result, claim=CLAIM, **read), attack=name))
+    texts = paragraphs(audit_of(*findings, trials=100, note=SYSTEM_NOISE if release else ""))
     assert [text for text in texts if text.startswith("Adversary")] == [
         f"Adversary {name!r} knows {what}." for name, what in knows.items()
     ]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 import opusim
 from opusim.accounting.one_run import Method
-from opusim.errors import ConfigError
-from opusim.training.attacks.findings import Role, headline, read_audit
+from opusim.training.attacks.findings import Audit, Role, headline, read_audit
 from opusim.training.attacks.mechanism.checks import report_text
 from opusim.training.attacks.one_run.audit import audit_one_training, audit_private_folder
 from opusim.training.attacks.one_run.observers import Canaries, EntryObserver
@@ -27,6 +26,7 @@ from tests.support.faults.users import FAULTS
 from tests.support.private_loops import parts, private_loop, records, run_epoch
 
 CANARIES, EACH, STEPS = 240, 2, 20
+USERS_OF_THREE = {"user_ids": torch.arange(60) // 3, "records_per_user": EACH, "sample_rate": 1.0}
 
 
 def builder(folder: Path, *, workers: int = 0, **options: Any) -> Callable[..., opusim.PrivateTraining]:
@@ -44,33 +44,30 @@ def builder(folder: Path, *, workers: int = 0, **options: Any) -> Callable[..., 
     return build
 
 
-def train(private: opusim.PrivateTraining) -> None:
-    for _ in range(STEPS):
-        run_epoch(private)
+def audited(build: Callable[..., opusim.PrivateTraining], *, epochs: int = 1, canaries: int = 40) -> Audit:
+    def train(private: opusim.PrivateTraining) -> None:
+        for _ in range(epochs):
+            run_epoch(private)
+
+    return opusim.audit_private_loop(build, train, canaries=canaries, seed=1)
 
 
 def test_an_audit_of_users_sees_whole_users(tmp_path: Path) -> None:
     """Canaries that add C to noise of 0.2 C are told apart: the area under the curve is Phi(5 / sqrt(2)) = 0.9998."""
-    found = opusim.audit_private_loop(
-        builder(tmp_path / "a", noise_multiplier=0.2), run_epoch, canaries=40, seed=1
-    )
+    found = audited(builder(tmp_path / "a", noise_multiplier=0.2))
     assert found.scores()["all updates"].auc > 0.99
     assert "users (at most 2 records each a step)" in found.game
     with pytest.raises(ValueError, match="give num_workers=0"):
-        opusim.audit_private_loop(builder(tmp_path / "b", workers=1), run_epoch, canaries=40, seed=1)
+        audited(builder(tmp_path / "b", workers=1))
 
     def unknown_to_the_audit(plant: Callable[..., Any]) -> opusim.PrivateTraining:
-        def one_each(given: Any, *_: Any) -> tuple[Any, range]:
-            planted = plant(given)
-            return planted, range(len(planted))
-
-        return builder(tmp_path / "c")(one_each)
+        return builder(tmp_path / "c")(lambda given, *_: (planted := plant(given), range(len(planted))))
 
     with (
         pytest.warns(UserWarning, match="no user has two records"),
         pytest.raises(ValueError, match="the IDs of the users and k"),
     ):
-        opusim.audit_private_loop(unknown_to_the_audit, run_epoch, canaries=40, seed=1)
+        audited(unknown_to_the_audit)
 
 
 def dropped() -> AbstractContextManager[None]:
@@ -84,7 +81,7 @@ def dropped() -> AbstractContextManager[None]:
 
 def test_an_audit_whose_canaries_do_not_arrive_has_a_failed_control(tmp_path: Path) -> None:
     with dropped():
-        found = opusim.audit_private_loop(builder(tmp_path), run_epoch, canaries=40, seed=1)
+        found = audited(builder(tmp_path))
     assert found.arrival is not None
     assert (found.arrival.share, found.arrival.draws) == (0.0, 0)
     assert found.failed_controls[0] is found.arrival
@@ -95,14 +92,15 @@ def test_an_audit_whose_canaries_do_not_arrive_has_a_failed_control(tmp_path: Pa
 
 
 def test_a_dropped_canary_is_exit_code_3_and_a_headline(tmp_path: Path) -> None:
-    ids = torch.arange(60) // 3
-    with private_loop(tmp_path, user_ids=ids, records_per_user=EACH, sample_rate=1.0) as private:
+    with private_loop(tmp_path, **USERS_OF_THREE) as private:
         run_epoch(private)
     asked = ["audit", str(tmp_path), "--canaries", "40", "--seed", "1", "--json"]
     with dropped():
         shown = CliRunner().invoke(app, asked)
     assert shown.exit_code == 3, shown.output
     headline = "DO NOT RELY ON THIS AUDIT: the arrival control did not behave as required."
+    forecast, _, _ = shown.stderr.partition("DO NOT RELY")
+    assert "Forecast: a canary is drawn" in forecast
     assert headline in " ".join(shown.stderr.split())
     assert headline in " ".join((tmp_path / "report.html").read_text().split())
     assert json.loads(shown.stdout)["arrival"]["holds"] is False
@@ -154,7 +152,7 @@ def test_arrival_is_in_units_of_what_the_clip_of_a_layer_leaves(tmp_path: Path) 
         given = model, torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss(), loader
         return private_loop(tmp_path, given, clipping="per_layer", noise_multiplier=0.1)
 
-    found = opusim.audit_private_loop(build, run_epoch, canaries=20, seed=1)
+    found = audited(build, canaries=20)
     assert found.arrival is not None
     assert abs(found.arrival.share - 1) < 5 * found.arrival.error < 0.5
 
@@ -162,15 +160,13 @@ def test_arrival_is_in_units_of_what_the_clip_of_a_layer_leaves(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_sound_loop_is_not_refuted_and_planted_faults_are(tmp_path: Path, fault: str | None) -> None:
+    with FAULTS[fault]() if fault else nullcontext():
+        found = audited(builder(tmp_path), epochs=STEPS, canaries=CANARIES)
+    updates = found.scores()["all updates"]
+    assert found.refuted or fault is None, updates
     if fault is None:
-        found = opusim.audit_private_loop(builder(tmp_path), train, canaries=CANARIES, seed=1)
-        updates = found.scores()["all updates"]
         assert updates.auc > 0.5 + 5 * (3 * CANARIES) ** -0.5
         assert not [one for one in updates.refuting if one.method is not Method.NORMAL_BOUND]
-        return
-    with FAULTS[fault]():
-        found = opusim.audit_private_loop(builder(tmp_path), train, canaries=CANARIES, seed=1)
-    assert found.refuted, found.scores()["all updates"]
 
 
 USERS = 20
@@ -222,19 +218,13 @@ def test_runs_that_protect_users_are_audited_by_users(tmp_path: Path, fixed: boo
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_an_audit_of_a_run_finds_planted_faults_of_users(tmp_path: Path, fault: str | None) -> None:
-    if fault is None:
-        assert not audit_one_training(tmp_path, **trained(tmp_path, 4.5), canaries=CANARIES).refuted
-        return
-    with FAULTS[fault]():
+    with FAULTS[fault]() if fault else nullcontext():
         found = audit_one_training(tmp_path, **trained(tmp_path, 4.5), canaries=CANARIES)
-    assert found.refuted, found.scores()["all updates"]
+    assert found.refuted is (fault is not None), found.scores()["all updates"]
 
 
 def test_the_folder_of_a_private_loop_is_audited_by_its_constants(tmp_path: Path) -> None:
-    ids = torch.arange(60) // 3
-    with private_loop(
-        tmp_path, user_ids=ids, records_per_user=EACH, noise_multiplier=0.2, sample_rate=1.0
-    ) as private:
+    with private_loop(tmp_path, noise_multiplier=0.2, **USERS_OF_THREE) as private:
         run_epoch(private)
     found = audit_private_folder(tmp_path, canaries=40, seed=1, progress=False)
     assert found.scores()["all updates"].auc > 0.99
@@ -276,19 +266,9 @@ def test_the_audit_of_a_folder_chooses_canaries_that_suffice(tmp_path: Path, can
     told: list[str] = []
     found = audit_private_folder(tmp_path, canaries=canaries, seed=1, on_forecast=told.append, progress=False)
     assert found.trials == (canaries or 200)
-    assert ("exit code 3 unless it refutes the claim. Take 200 canaries." in told[0]) is (
-        canaries is not None
-    )
+    too_few = "exit code 3 unless it refutes the claim. Take 200 canaries." in told[0]
+    assert too_few is (canaries is not None)
     assert found.controls_hold is (canaries is None)
-
-
-@pytest.mark.slow
-def test_the_command_writes_the_forecast_before_the_audit(tmp_path: Path) -> None:
-    with private_loop(tmp_path, parts(count=600)) as private:
-        run_epoch(private, steps=20)
-    shown = CliRunner().invoke(app, ["audit", str(tmp_path), "--seed", "1", "--json"])
-    assert shown.exit_code == 3, shown.output
-    assert "Forecast: a canary is drawn" in shown.stderr.partition("DO NOT RELY")[0]
 
 
 @pytest.mark.slow
@@ -303,27 +283,24 @@ def test_the_command_audits_the_folder_of_a_private_loop(tmp_path: Path) -> None
     assert "null control" in (tmp_path / "report.html").read_text()
 
 
-SETTINGS = ["protection.unit=user", "protection.records_per_user=2"]
+SETTINGS: dict[str, Any] = {
+    "settings": ["protection.unit=user", "protection.records_per_user=2"], "steps": 40, "seed": 1, "level": 1e-6,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["bp", pytest.param("private-loop", marks=pytest.mark.slow)])
+KINDS = pytest.mark.parametrize("kind", ["bp", pytest.param("private-loop", marks=pytest.mark.slow)])
+
+
+@KINDS
 def test_the_self_test_takes_users(kind: str) -> None:
-    found = opusim.audit_mechanism(kind, settings=SETTINGS, steps=40, seed=1, level=1e-6)
+    found = opusim.audit_mechanism(kind, **SETTINGS)
     assert found.holds, report_text(found)
     assert found.single_records
     assert "users (at most 2 records each a step)" in found.accounted
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("kind", ["bp", pytest.param("private-loop", marks=pytest.mark.slow)])
+@KINDS
 def test_the_self_test_finds_planted_faults_of_users(fault: str, kind: str) -> None:
     with FAULTS[fault]():
-        found = opusim.audit_mechanism(
-            kind, settings=SETTINGS, steps=40, seed=1, level=1e-6, single_records=False
-        )
-    assert not found.holds
-
-
-def test_the_self_test_of_users_needs_a_module_for_feedback() -> None:
-    with pytest.raises(ConfigError, match="'convolution' or 'attention'"):
-        opusim.audit_mechanism("pdfa", settings=SETTINGS, steps=40, seed=1)
+        assert not opusim.audit_mechanism(kind, single_records=False, **SETTINGS).holds

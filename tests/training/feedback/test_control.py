@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from opusim import FeedbackAlignment, open_device, training
+from opusim.training.feedback import choice
 from opusim.training.feedback.diagnosis import Control, is_worse
 from opusim.training.feedback.trainer import FeedbackTrainer
 
@@ -177,6 +178,31 @@ def test_only_unprotected_runs_have_controls(
     assert sum(followed) == (BATCHES if expected else 0)
     assert followed[0] == expected
     assert ("no control without feedback, which takes 20 steps" in caplog.text) == (name == "few steps")
+
+
+def test_a_resumed_run_says_that_it_has_no_control(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = batch(0, 40)
+    config = {"threads": 1, "epochs": 30, "trainer": {"kind": "dfa"}, "data": {"n_classes": CLASSES}}
+    config |= {"sampler": {"batch_size": 8}, "checkpoint": {"every_steps": 2}}
+    steps, step = list[Control | None](), FeedbackTrainer.step
+
+    def stopped(self: FeedbackTrainer, *args: Any, **given: Any) -> Any:
+        steps.append(self.source._control)
+        if len(steps) == 7:
+            raise KeyboardInterrupt
+        return step(self, *args, **given)
+
+    choice.tell.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(FeedbackTrainer, "step", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            training.train(config, data=(x, y), model=stream(), folder=tmp_path / "run")
+    assert steps[-1] is not None
+    assert "no control" not in caplog.text
+    training.train(folder=tmp_path / "run", resume=True, data=(x, y), model=stream())
+    assert "no control without feedback in a resumed run" in caplog.text
 
 
 @pytest.mark.parametrize("sigma", [1.0, 300.0])

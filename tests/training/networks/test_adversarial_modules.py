@@ -54,12 +54,15 @@ def summed(tape: RecordTape) -> Tensor:
     return torch.cat([p.grad.flatten() for layer in tape.layers for p in layer if p.grad is not None])
 
 
-def moved_by_others(tape: RecordTape, *args: Tensor) -> float:
+def with_outlier(x: Tensor) -> Tensor:
+    """The records, the first one exchanged for a huge one."""
+    return torch.cat([torch.full_like(x[:1], 1e4 if x.is_floating_point() else 0), x[1:]])
+
+
+def moved_by_others(tape: RecordTape, x: Tensor) -> float:
     """The largest change of a record's gradient when the first one is exchanged for a huge one, or left out."""
-    before = gradients(tape, *args)[1:]
-    huge = [args[0].clone(), *args[1:]]
-    huge[0][0] = 1e4 if args[0].is_floating_point() else 0
-    changes = [gradients(tape, *huge)[1:] - before, gradients(tape, *(a[1:] for a in args)) - before]
+    before = gradients(tape, x)[1:]
+    changes = [gradients(tape, with_outlier(x))[1:] - before, gradients(tape, x[1:]) - before]
     return max(float(change.nan_to_num(9e9).abs().max()) for change in changes)
 
 
@@ -88,44 +91,41 @@ def used_twice(m: Any, x: Tensor) -> Tensor:
     return torch.cat([y.sin(), y * m.f(0.5 * x), y], dim=1)
 
 
-RIGHT: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], Callable[[], Parts]]] = {
-    "rows put in outer order": (
-        lambda m, x: in_memory(m, x).unflatten(0, (2, -1)).transpose(0, 1).flatten(1), (X,), dict,
-    ),
-    "ones for rows in any order": (in_outer_order(lambda x: torch.ones(3 * len(x), 1)), (X,), dict),
-    "shape changed in place": (lambda m, x: m.f(x.clone().t_().t_().unsqueeze_(1).squeeze_(1)), (X,), dict),
-    "vector for a weight": (
-        lambda m, x: functional.linear(x, m.w)[:, None], (X,), lambda: {"w": nn.Parameter(draw(4))},
-    ),
+IDS = ids(RECORDS, 3)
+RIGHT: dict[str, tuple[Any, ...]] = {  # a function, its parts and its arguments, if not a linear layer and X
+    "rows put in outer order": (lambda m, x: in_memory(m, x).unflatten(0, (2, -1)).transpose(0, 1).flatten(1),),
+    "ones for rows in any order": (in_outer_order(lambda x: torch.ones(3 * len(x), 1)),),
+    "shape changed in place": (lambda m, x: m.f(x.clone().t_().t_().unsqueeze_(1).squeeze_(1)),),
+    "vector for a weight": (lambda m, x: functional.linear(x, m.w)[:, None], lambda: {"w": nn.Parameter(draw(4))}),
     "padding from the end": (
-        lambda m, i: functional.embedding(i, m.w, padding_idx=-1), (ids(RECORDS, 3),),
-        lambda: {"w": nn.Parameter(draw(5, 3))},
+        lambda m, i: functional.embedding(i, m.w, padding_idx=-1), lambda: {"w": nn.Parameter(draw(5, 3))}, IDS,
     ),
     "tied and transposed": (
-        lambda m, i: m.e(i).mean(dim=1).tanh() @ m.e.weight.t(), (ids(RECORDS, 3),), lambda: {"e": nn.Embedding(5, 3)},
+        lambda m, i: m.e(i).mean(dim=1).tanh() @ m.e.weight.t(), lambda: {"e": nn.Embedding(5, 3)}, IDS,
     ),
     "weights of each record": (
-        lambda m, x: torch.bmm(m.f(x).view(-1, 3, 4), x[:, :, None]).flatten(1), (X,), lambda: {"f": nn.Linear(4, 12)},
+        lambda m, x: torch.bmm(m.f(x).view(-1, 3, 4), x[:, :, None]).flatten(1), lambda: {"f": nn.Linear(4, 12)},
     ),
     "repeated letter of the batch": (
-        lambda m, x: torch.einsum("nk,nk,km->nm", x, x, m.w), (0.5 * X,), lambda: {"w": nn.Parameter(draw(4, 3))},
+        lambda m, x: torch.einsum("nk,nk,km->nm", x, x, m.w), lambda: {"w": nn.Parameter(draw(4, 3))}, 0.5 * X,
     ),
     "normalised weight": (
-        lambda m, x: m.f(x), (X,), lambda: {"f": nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))},
+        lambda m, x: m.f(x), lambda: {"f": nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))},
     ),
-    "output used twice": (used_twice, (X,), dict),
+    "output used twice": (used_twice,),
     "inverse of each record": (
-        lambda m, x: m.f(torch.linalg.inv_ex(x.view(-1, 2, 2) + 9 * torch.eye(2))[0].flatten(1)), (X,), dict,
+        lambda m, x: m.f(torch.linalg.inv_ex(x.view(-1, 2, 2) + 9 * torch.eye(2))[0].flatten(1)),
     ),
-    "windows of single records": (lambda m, x: m.f(x.flatten().unfold(0, 4, 4)), (X,), dict),
-    "one mask for the batch": (lambda m, x: m.f(x * functional.dropout(torch.ones(4), 0.5)), (X,), dict),
-    "branch within a record": (lambda m, x: m.f(torch.where((x > 1).any(dim=1, keepdim=True), 2 * x, x)), (X,), dict),
+    "windows of single records": (lambda m, x: m.f(x.flatten().unfold(0, 4, 4)),),
+    "one mask for the batch": (lambda m, x: m.f(x * functional.dropout(torch.ones(4), 0.5)),),
+    "branch within a record": (lambda m, x: m.f(torch.where((x > 1).any(dim=1, keepdim=True), 2 * x, x)),),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_accepted_is_the_clipped_sum_of_single_records(name: str) -> None:
-    function, args, parts = RIGHT[name]
+    function, *more = RIGHT[name]
+    parts, args = more[0] if more else dict, (more[1] if len(more) == 2 else X,)
     torch.manual_seed(0)
     model = Runs(function, **parts())
     tape = RecordTape(model, *(each[:3] for each in args))
@@ -143,19 +143,15 @@ def test_what_is_accepted_is_the_clipped_sum_of_single_records(name: str) -> Non
     factors = (CLIP / alone.norm(dim=1, keepdim=True)).clamp(max=1.0)
     assert float((total - (factors * alone).sum(dim=0)).norm()) < 1e-4 * CLIP
     assert moved_by_others(tape, *args) < 1e-5
-    huge = [args[0].clone(), *args[1:]]
-    huge[0][0] = 1e4 if args[0].is_floating_point() else 0
-    gradients(tape, *huge)
+    gradients(tape, with_outlier(*args))
     assert float((summed(tape).double() - total).norm()) <= 2 * CLIP * (1 + 1e-4)
 
 
 def test_a_record_that_overflows_in_half_precision_adds_nothing() -> None:
-    model = Runs(
-        lambda m, x: m.g(functional.linear(x.half(), m.f.weight.half(), m.f.bias.half()).float()),
-        f=nn.Linear(4, 3),
-        g=nn.Linear(3, 2),
-    )
-    tape = RecordTape(model, X[:3])
+    def half(m: Any, x: Tensor) -> Tensor:
+        return m.g(functional.linear(x.half(), m.f.weight.half(), m.f.bias.half()).float())
+
+    tape = RecordTape(Runs(half, f=nn.Linear(4, 3), g=nn.Linear(3, 2)), X[:3])
     gradients(tape, X[1:])
     without, huge = summed(tape).clone(), X.clone()
     huge[0] = 1e30
@@ -215,38 +211,27 @@ def splits(m: Any, x: Tensor) -> Tensor:
     return m.f(torch.cat([2 * first, rest], dim=1))
 
 
-def applies(m: Any, x: Tensor) -> Tensor:
-    seen: list[float] = []
-    x.detach().clone().apply_(lambda v: (seen.append(v), v)[1])
-    return m.f(x * (2 if max(seen) > 1e3 else 1))
+def in_python(call: Callable[[Tensor, Callable[..., float]], object]) -> Callable[..., Tensor]:
+    """Has Python look at each number."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        seen: list[float] = []
+        call(x.detach().clone(), lambda v, *_: (seen.append(v), v)[1])
+        return m.f(x * (2 if max(seen) > 1e3 else 1))
+
+    return forward
 
 
-def maps(m: Any, x: Tensor) -> Tensor:
-    seen: list[float] = []
-    x.detach().clone().map_(x.detach(), lambda v, w: (seen.append(v), v)[1])
-    return m.f(x * (2 if max(seen) > 1e3 else 1))
+def catches(use: Callable[[Any, Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Hides that it was refused."""
 
+    def forward(m: Any, x: Tensor) -> Tensor:
+        try:
+            return use(m, x)
+        except ValueError:
+            return m.f(x)
 
-def catches(m: Any, x: Tensor) -> Tensor:
-    try:
-        factor = float(x.max() > 1e3)
-    except ValueError:
-        factor = 0.0
-    return m.f(x * (1 + factor))
-
-
-def catches_a_use(m: Any, x: Tensor) -> Tensor:
-    try:
-        return m.f(x - x.mean(dim=0))
-    except ValueError:
-        return m.f(x)
-
-
-def catches_numpy(m: Any, x: Tensor) -> Tensor:
-    try:
-        return m.f(x * (1 + int(x.detach().numpy().max() > 1e3)))
-    except ValueError:
-        return m.f(x)
+    return forward
 
 
 def peeks(m: Any, x: Tensor) -> Tensor:
@@ -389,9 +374,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "own entry by place": (lambda m, x: m.f(x.diagonal()[:, None].expand(-1, 4)), "diagonal in Runs", (WIDE,)),
     "diagonal behind small batches": (lambda m, x: m.f(x[:, :4] + x.diagonal(-40).sum()), "diagonal in Runs", (WIDE,)),
     "triangle behind small batches": (lambda m, x: m.f(x.t().tril(40).t()), "tril in Runs"),
-    "strides along the diagonal": (
-        lambda m, x: m.f(x.as_strided((len(x), 4), (100, 1))), "as_strided in Runs", (WIDE,),
-    ),
+    "strides along the diagonal": (lambda m, x: m.f(x.as_strided((len(x), 4), (100, 1))), "as_strided in", (WIDE,)),
     "steps along the diagonal": (
         lambda m, x: m.f(x.flatten()[::100].unsqueeze(1).expand(-1, 4)), "slice in Runs moves the rows", (WIDE,),
     ),
@@ -425,14 +408,16 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "ones times a matrix": (in_outer_order(lambda x: (torch.ones(len(x), 2) @ draw(2, 3)).view(-1, 1)), JOINS),
     # ways out of what is followed
     "split at a tensor": (splits, "tensor_split in Runs hands numbers"),
-    "Python for each number": (applies, "apply_ in Runs hands numbers"),
-    "Python for each pair": (maps, "map_ in Runs hands numbers"),
+    "Python for each number": (in_python(lambda x, look: x.apply_(look)), "apply_ in Runs hands numbers"),
+    "Python for each pair": (in_python(lambda x, look: x.map_(x.clone(), look)), "map_ in Runs hands numbers"),
     "own tensor class": (lambda m, x: m.f(x.detach().as_subclass(Rolls) * 2), "mul in Runs"),
     "own operator on a constant": (peeks, "opusim_adversary.peek in Runs is an operator", (X,), constants),
     "refusal under another name": (lambda m, x: m.f(renames(x)), "item .* reads numbers"),
-    "refusal caught": (catches, "item .* reads numbers"),
-    "refusal of a use caught": (catches_a_use, "mean in Runs reduces over the records"),
-    "refusal of numpy caught": (catches_numpy, "numpy in Runs hands numbers"),
+    "refusal caught": (catches(lambda m, x: m.f(x * (1 + float(x.max() > 1e3)))), "item .* reads numbers"),
+    "refusal of a use caught": (catches(lambda m, x: m.f(x - x.mean(dim=0))), "mean in Runs reduces over"),
+    "refusal of numpy caught": (
+        catches(lambda m, x: m.f(x * (1 + int(x.detach().numpy().max() > 1e3)))), "numpy in Runs hands numbers",
+    ),
     "refusal caught in the backward pass": (lambda m, x: Doubles.apply(m.f(x)), "backward pass"),
     # memory and what outlasts a pass
     "parts of complex numbers": (imaginary, "mean in Runs reduces over the records"),
@@ -463,6 +448,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
         lambda m, x: m.f(torch.sparse.mm(torch.ones(len(x), len(x)).to_sparse(), x)),
         "makes a sparse or nested tensor",
     ),
+    "inverse with a check": (
+        lambda m, x: m.f(torch.linalg.inv(x.view(-1, 2, 2)).flatten(1)),
+        r"_linalg_check_errors in Runs.*torch\.linalg\.inv_ex",
+    ),
     "batch norm over columns": (lambda m, x: m.f(functional.instance_norm(x.t()[None])[0].t()), "native_batch_norm"),
     "pooled over the batch": (lambda m, x: m.f(functional.avg_pool1d(x.t()[None], 3, 1, 1)[0].t()), "avg_pool2d"),
 }  # fmt: skip
@@ -476,12 +465,6 @@ def test_what_joins_records_is_refused_in_one_line(name: str) -> None:
     text = str(caught.value)
     assert text.startswith("model: ")
     assert "\n" not in text
-
-
-def test_checks_of_linear_algebra_name_the_form_without_them() -> None:
-    model = Runs(lambda m, x: m.f(torch.linalg.inv(x.view(-1, 2, 2)).flatten(1)))
-    with pytest.raises(ValueError, match=r"_linalg_check_errors in Runs.*torch\.linalg\.inv_ex"):
-        RecordTape(model, X[:3])
 
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
@@ -593,10 +576,8 @@ def test_what_a_module_keeps_for_a_new_shape_comes_from_invented_records() -> No
 def test_a_batch_as_large_as_one_of_the_probe_may_have_a_new_shape(records: int, tmp_path: Path) -> None:
     module = Runs(lambda m, x: m.f(x).mean(dim=1))
     x, y = draw(records, 5, 4), torch.zeros(records, dtype=torch.int64)
-    given = (
-        module, torch.optim.SGD(module.parameters(), lr=0.1), nn.CrossEntropyLoss(),
-        DataLoader(TensorDataset(x, y), batch_size=records),
-    )  # fmt: skip
+    loader = DataLoader(TensorDataset(x, y), batch_size=records)
+    given = module, torch.optim.SGD(module.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader
     with private_loop(tmp_path / "run", given, noise_multiplier=1e-6, max_grad_norm=CLIP) as loop:
         inputs, labels = next(iter(loop.data_loader))
         assert len(inputs) == records

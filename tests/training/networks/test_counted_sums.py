@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
 from opusim.training.data.samplers import most_records
-from opusim.training.networks.clipping import CountedSums, bounded_factors
+from opusim.training.networks.clipping import MOST_RECORDS, SUM_ERROR, CountedSums, bounded_factors
+from opusim.training.networks.contributions import sums, uses
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import NOWHERE, ConvolutionUse, LinearUse
-from opusim.training.protections.record import RecordGradients
+from opusim.training.networks.record_gradients.tape import RecordTape
+from opusim.training.protections.record import RecordGradients, require_counted_sums
+from tests.support.record_models import Custom
 
 MANY = 2330
 
@@ -29,12 +32,8 @@ def one_after_another(self: LinearUse, delta: Tensor, h: Tensor, into: Any = NOW
     """The products of a linear map in the precision of its signals, added in the order of the records."""
     signals, inputs = delta.flatten(0, 1).numpy(), h.flatten(0, 1).numpy()
     terms = signals[:, :, None] * inputs[:, None, :]
-    weight = (
-        np.zeros(terms.shape[1:], terms.dtype)
-        if not len(terms)
-        else np.cumsum(terms, axis=0, dtype=terms.dtype)[-1]
-    )
-    return [torch.from_numpy(weight.copy())]
+    terms = np.concatenate([np.zeros_like(terms, shape=(1, *terms.shape[1:])), terms])  # for no record
+    return [torch.from_numpy(np.cumsum(terms, axis=0, dtype=terms.dtype)[-1].copy())]
 
 
 def along(share: float, binade: int) -> float:
@@ -44,10 +43,8 @@ def along(share: float, binade: int) -> float:
 
 def contributions(values: Tensor) -> Contributions:
     """Records of one number each, which all go the same way."""
-    weight = nn.Parameter(torch.zeros(1, 1))
-    return Contributions(
-        [([weight], [LinearUse(values[:, None], torch.ones(len(values), 1), weight)])], len(values)
-    )
+    weight, n = nn.Parameter(torch.zeros(1, 1)), len(values)
+    return Contributions([([weight], [LinearUse(values[:, None], torch.ones(n, 1), weight)])], n)
 
 
 def error_of(values: Tensor, block: int | None) -> Fraction:
@@ -59,9 +56,7 @@ def error_of(values: Tensor, block: int | None) -> Fraction:
 
 @pytest.mark.parametrize("records", [1, 256, 409, 410, MANY, 5000])
 @pytest.mark.parametrize("binade", [6, 8, 9, 10, 11])
-def test_the_worst_order_stays_within_counts(
-    records: int, binade: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_worst_order_stays_within(records: int, binade: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LinearUse, "products", one_after_another)
     counted = CountedSums.of(records, processes=1)
     values = torch.full((records,), along(0.49, binade))
@@ -74,10 +69,8 @@ def test_the_worst_order_stays_within_counts(
 def test_longer_blocks_do_not(block: int | None, binade: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted faults: one sum, as without a release, and blocks of half the records."""
     monkeypatch.setattr(LinearUse, "products", one_after_another)
-    assert (
-        2 * error_of(torch.full((MANY,), along(0.49, binade)), block)
-        > CountedSums.of(MANY, processes=1).error
-    )
+    values = torch.full((MANY,), along(0.49, binade))
+    assert 2 * error_of(values, block) > CountedSums.of(MANY, processes=1).error
 
 
 def test_blocks_are_as_long_as_the_error_allows() -> None:
@@ -156,11 +149,8 @@ def test_layers_stay_within_it_on_this_machine(records: int) -> None:
         factors = bounded_factors(found.squared_norms().sum(dim=0).sqrt(), 1.0)
         own = factors if kind == "positions that cancel" else factors.float().double()
         wanted = (own[:, None] * rows).sum(dim=0)
-        parts = [
-            p.double().reshape(len(p), -1)
-            for _, p in found.totals(factors.expand(1, -1), block=counted.block)
-        ]
-        total = torch.cat(parts, dim=1).flatten()
+        totals = found.totals(factors.expand(1, -1), block=counted.block)
+        total = torch.cat([p.double().reshape(len(p), -1) for _, p in totals], dim=1).flatten()
         assert float((total - wanted).norm()) <= counted.error / 2 + records * 2.0**-24, kind
 
 
@@ -215,3 +205,136 @@ def test_more_records_than_are_counted_stay_within_it(records: int, monkeypatch:
     assert max(abs(move - 1) for move in moves) < counted.error
     rounded = [float(after.float() - before.float()) / clip for before, after in itertools.pairwise(sums)]
     assert max(abs(move - 1) for move in rounded) > CountedSums.of(4472, processes=1).error
+
+
+# Products that cancel, of several uses of a weight or at several positions. With W (x + d) - W x a record's gradient
+# is delta d^T, and the sums of the uses over the batch are larger by |x| / |d|; in float32 their rounding moved the
+# clipped sum by up to 124 C.
+
+INPUTS, OUTPUTS, CLIP = 64, 16, 1.0
+
+
+def linear() -> nn.Module:
+    return nn.Linear(INPUTS, OUTPUTS, bias=False)
+
+
+def twice() -> nn.Module:
+    """W (x + d) - W x by two uses of W."""
+    return Custom(lambda m, x: m.w(x[:, 0]) - m.w(x[:, 1]), w=linear())
+
+
+def stacked() -> nn.Module:
+    """The same by one use at two positions."""
+    return Custom(lambda m, x: (both := m.w(x))[:, 0] - both[:, 1], w=linear())
+
+
+def convolved() -> nn.Module:
+    """The same by a convolution over two positions."""
+    weight = nn.Conv1d(INPUTS, OUTPUTS, 1, bias=False)
+    return Custom(lambda m, x: (both := m.w(x.mT))[..., 0] - both[..., 1], w=weight)
+
+
+def recurrent() -> nn.Module:
+    """The same by sixty-four uses of W."""
+    return Custom(lambda m, x: sum(m.w(x[:, 0]) - m.w(x[:, 1]) for _ in range(32)) / 32, w=linear())
+
+
+def pairs(records: int, ratio: float, kind: torch.dtype = torch.float32) -> Tensor:
+    """x + d and x for each record, |d| about 1 and |x| about ratio times that, numbers that `kind` holds."""
+    generator = torch.Generator().manual_seed(3)
+    base = torch.rand(INPUTS, generator=generator) + 0.5
+    x = torch.empty(records, 2, INPUTS)
+    x[:, 1] = ratio * base * (1 + 0.1 * torch.rand(records, 1, generator=generator))
+    x[:, 0] = x[:, 1] + torch.randn(records, INPUTS, generator=generator) / 8
+    return x.to(kind).float()
+
+
+SIGNAL = torch.ones(OUTPUTS) / 4  # the gradient at each record's output, of norm 1
+
+
+def error_of_uses(build: Any, x: Tensor, *, autocast: bool = False) -> float:
+    """How far the clipped sum is from the exact sum of the records' clipped gradients, in units of C."""
+    torch.manual_seed(0)
+    model = build()
+    tape = RecordTape(model, torch.randn(7, 2, INPUTS))
+    with tape.recording(len(x)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            outputs = model(x)
+        (outputs.float() @ SIGNAL).sum().backward()
+    factors = bounded_factors(tape.squared_norms().sum(dim=0).sqrt(), CLIP)
+    tape.clip(CLIP)
+    differences = x[:, 0].double() - x[:, 1].double()
+    norms = differences.norm(dim=1)  # of delta d^T, for |delta| = 1
+    assert float((factors * norms).max()) <= CLIP * (1 + 1e-6)
+    wanted = torch.outer(SIGNAL.double(), factors @ differences)
+    return float((model.w.weight.grad.double().view_as(wanted) - wanted).norm()) / CLIP
+
+
+@pytest.mark.parametrize(
+    ("build", "ratio", "records"),
+    [(twice, 1e2, 4096), (twice, 1e4, 4096), (twice, 1e6, 4096), (twice, 1e5, 256), (recurrent, 1e4, 256)],
+)
+def test_several_uses_round_by_what_the_noise_counts(build: Any, ratio: float, records: int) -> None:
+    """Half of `SUM_ERROR` for each of two neighbouring batches."""
+    assert error_of_uses(build, pairs(records, ratio)) <= SUM_ERROR / 2
+
+
+@pytest.mark.parametrize("build", [twice, stacked, convolved])
+def test_mixed_precision_counts_as_much(build: Any) -> None:
+    """Inputs that bfloat16 holds; signals are then recorded in bfloat16, and their products in float64."""
+    x = pairs(1024, 1e3, torch.bfloat16)
+    assert error_of_uses(build, x, autocast=True) <= SUM_ERROR / 2
+
+
+@pytest.mark.parametrize("build", [stacked, convolved])
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+def test_positions_that_cancel_round_less_than_the_stated_sum(build: Any, ratio: float) -> None:
+    """The page states n^2 2^-24 C for records whose products do not cancel."""
+    records = 1024
+    assert error_of_uses(build, pairs(records, ratio)) <= records**2 * 2.0**-24
+
+
+@pytest.mark.parametrize("build", [twice, stacked, convolved])
+def test_float32_sums_would_not(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted fault is what was done before."""
+    totals_of: Any = uses.OuterUse.totals_of.__func__  # type: ignore[attr-defined]
+
+    def float32(cls: type, found: Any, into: Any = uses.NOWHERE, block: int | None = None) -> Any:
+        return totals_of(cls, found, into)
+
+    monkeypatch.setattr(uses.OuterUse, "totals_of", classmethod(float32))
+    monkeypatch.setattr(sums, "CANCELLED", 2.0**-20)
+    monkeypatch.setattr(uses, "MILD", 0.0)
+    monkeypatch.setattr(uses, "_GRAM_RAISES", 0.0)  # Gram matrices in float32 bound the cancelling, too
+    assert error_of_uses(build, pairs(1024, 1e5)) > 0.1
+
+
+@pytest.mark.parametrize(("build", "several"), [(twice, True), (stacked, False), (recurrent, True)])
+def test_the_noise_counts_the_sums_error(build: Any, several: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For batches without records, too, and for batches in parts."""
+    drawn: list[float] = []
+    noise = noise_stream("experiment", 1, "central-noise")
+    monkeypatch.setattr(noise, "add_rounded", lambda gradient, std: drawn.append(std) or gradient)
+    writer = RecordGradients(clip_norm=0.5, noise_multiplier=3.0, divisor=8.0, noise=noise)
+    model = build()
+    tape = RecordTape(model, torch.randn(7, 2, INPUTS))
+    assert tape.several_uses is several
+
+    def recorded(x: Tensor) -> RecordTape:
+        with tape.recording(len(x)):
+            if len(x):
+                model(x).sum().backward()
+        return tape
+
+    for batch in ([pairs(8, 1.0)], [pairs(0, 1.0)], [pairs(4, 1.0), pairs(3, 1.0)]):
+        writer.set_gradients(recorded(x).contributions for x in batch)
+    wanted = 3.0 * 0.5 * (1.01 if several else 1.0)  # of the sum, before the divisor
+    assert drawn == pytest.approx([wanted] * len(drawn), rel=1e-12)
+    assert len(drawn) == 3
+
+
+def test_more_records_than_the_sums_error_is_proven_for_are_refused() -> None:
+    tape, most = RecordTape(twice(), torch.randn(7, 2, INPUTS)), MOST_RECORDS // 4
+    require_counted_sums(tape, most, processes=2, name="batch_size")
+    with pytest.raises(ValueError, match=f"batch_size = {most + 1}: a parameter .* is used several times"):
+        require_counted_sums(tape, most + 1, processes=2, name="batch_size")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -158,12 +159,8 @@ def test_models_of_transformers_apply_masks_without_reading_them(kind: str) -> N
         off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, n_positions=8))
     before = transformers.masking_utils.is_tracing
-    found = worst(
-        lambda: Runs(lambda m, x, mask: m.inner(input_ids=x, attention_mask=mask).logits, inner=model),
-        ids(4, 5),
-        torch.ones(4, 5, dtype=torch.int64).tril(2),
-    )
-    assert found < 2e-5
+    masked = Runs(lambda m, x, mask: m.inner(input_ids=x, attention_mask=mask).logits, inner=model)
+    assert worst(lambda: masked, ids(4, 5), torch.ones(4, 5, dtype=torch.int64).tril(2)) < 2e-5
     assert transformers.masking_utils.is_tracing is before
 
 
@@ -190,10 +187,13 @@ def in_a_thread(model: Any, x: Tensor) -> Tensor:
     return model.f(found[0])
 
 
-def shifted(model: Any, x: Tensor) -> Tensor:
-    copied = x.clone()
-    copied[1:] = x[:-1]
-    return model.f(copied)
+def put(place: Callable[[Tensor], Any], values: Callable[[Tensor], Any]) -> Callable[[Any, Tensor], Tensor]:
+    def forward(model: Any, x: Tensor) -> Tensor:
+        copied = x.clone()
+        copied[place(x)] = values(x)
+        return model.f(copied)
+
+    return forward
 
 
 def in_other_order(model: Any, x: Tensor) -> Tensor:
@@ -216,7 +216,6 @@ Numbered = backward("Numbered", lambda gradient: gradient / len(gradient))
 
 
 def hooked(before: bool) -> nn.Sequential:
-    """A hook on a module subtracts the mean of the batch from gradients."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     if before:
         model[2].register_full_backward_pre_hook(lambda m, out: (out[0] - out[0].mean(dim=0),))
@@ -239,7 +238,7 @@ def exchanged(model: Any, x: Tensor) -> Tensor:
 
 
 class Keeps(nn.Module):
-    """Adds the mean of the batch before, or writes the mean of this one into a buffer."""
+    """Adds the mean of the batch before, of an attribute or a buffer, or writes that of this one into a buffer."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -247,22 +246,13 @@ class Keeps(nn.Module):
         self.register_buffer("mean", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        last, self.last = self.last, 0.1 * self.last + x.detach().mean(dim=0)
+        mean, before = x.detach().mean(dim=0), torch.zeros(4)
+        if self.way == "attribute":
+            before, self.last = self.last, 0.1 * self.last + mean
+        if self.way == "exchanged buffer":
+            before, self.mean = self.mean, mean
         if self.way == "buffer":
-            self.mean.data.copy_(x.detach().mean(dim=0))
-        return self.f(x + last if self.way == "attribute" else x)
-
-
-class Exchanges(nn.Module):
-    """Adds the mean of the batch before, a buffer that each pass exchanges."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.f = nn.Linear(4, 3)
-        self.register_buffer("mean", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        before, self.mean = self.mean, x.detach().mean(dim=0)
+            self.mean.data.copy_(mean)
         return self.f(x + before)
 
 
@@ -279,8 +269,6 @@ class WithLoss(torch.autograd.Function):
 
 
 def with_loss(of: Callable[..., Tensor], **options: Any) -> Callable[[Any, Tensor], Tensor]:
-    """A model that adds a loss to that of the outputs."""
-
     def forward(model: Any, x: Tensor) -> Tensor:
         outputs = model.f(x)
         return WithLoss.apply(outputs, of(outputs, torch.zeros_like(outputs), **options))
@@ -338,24 +326,6 @@ def of_two(model: Any, x: Tensor) -> Tensor:
     return model.f(x + found.view(len(x), 2).sum(dim=1, keepdim=True))
 
 
-def put_by_place(model: Any, x: Tensor) -> Tensor:
-    copied = x.clone()
-    copied[torch.arange(len(x)), signs(x)[:, 0]] = torch.linspace(0, 1, len(x))
-    return model.f(copied)
-
-
-def put_first(model: Any, x: Tensor) -> Tensor:
-    copied = x.clone()
-    copied[torch.tensor([0])] = 1.0
-    return model.f(copied)
-
-
-def put_by_mask_and_place(model: Any, x: Tensor) -> Tensor:
-    copied = x.clone()
-    copied[x[:, 0] > -1e9, torch.arange(len(x)) % 4] = 1.0
-    return model.f(copied)
-
-
 def put_in_other_order(model: Any, x: Tensor) -> Tensor:
     rows = x.reshape(-1, 2).clone()
     rows[:, [0]] = x[:, :2].t().reshape(-1, 1)
@@ -389,167 +359,139 @@ def summed_weight(gradient: Tensor) -> Tensor:
 SharedWeight = backward("SharedWeight", summed_weight)
 
 
+def assigned(model: Any, x: Tensor) -> Tensor:
+    h = model.f(x)
+    h[:, 0] = model.p[0]
+    return h
+
+
+class Cubed(torch.autograd.Function):
+    """A function that no interceptor sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient * weight**3, (gradient * x * 3 * weight**2).sum(dim=0)
+
+
+def by_two(n: int) -> Tensor:
+    return torch.arange(0, 2 * n, 2)
+
+
+def fed(of: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    return lambda m, x: m.f(of(x))
+
+
 def outlier(x: Tensor) -> Tensor:
     """1 if a record holds a number that no invented one does, else 0."""
     return (x.detach() > 1e9).any().float()
 
 
-LENGTHS = (draw(6, 5, 4), ids(6))
+LENGTHS, FIRST = (draw(6, 5, 4), ids(6)), torch.zeros(1, 4, dtype=torch.int64)
+PLACE, SIZE = "in Runs takes rows by their place", "in Runs makes numbers that depend on"
+FED: dict[str, tuple[Any, ...]] = {  # what a linear layer takes, the batch if not the usual one, the message
+    "repeated by content": (lambda x: x.repeat_interleave((x[:, 0] > 0).long() + 1, dim=0), "repeat_interleave in"),
+    "neighbour": (lambda x: x.roll(1, dims=0), "roll in Runs works along the records"),
+    "another order of merged rows": (lambda x: x.reshape(4, len(x)).t(), "view in Runs moves"),
+    "largest of the batch": (lambda x: torch.where(x == x.max(dim=0).values, x, 0.0), "max in Runs"),
+    "sorted behind autograd": (lambda x: x.data.sort(dim=0).values, "sort in Runs works along"),
+    "numpy": (lambda x: torch.from_numpy(np.sort(x.detach().numpy(), axis=0)), "numpy in Runs"),
+    "a list": (lambda x: torch.tensor(sorted(x.tolist())), "tolist in Runs hands numbers"),
+    "the batch's size": (lambda x: x / len(x), "div in Runs takes the number of records"),
+    "places in the batch": (lambda x: x * torch.arange(len(x))[:, None], "mixes the records"),
+    "counted from the end": (lambda x: x[torch.arange(0, -len(x), -1)], "takes rows by their place"),
+    "gathered along the records": (lambda x: x.gather(0, (x * 0).long()), "gather in Runs takes"),
+    "gathered from the first record": (lambda x: x + x.gather(1, FIRST), "gather in Runs takes rows by their"),
+    "selected by number": (lambda x: x + x.index_select(0, FIRST[0, :1]), "index_select in Runs takes rows by"),
+    "added to the first record": (
+        lambda x: x.index_add(0, FIRST[0, :1], torch.ones(1, 4)), "index_add in Runs puts rows where",
+    ),
+    "rows that records name": (lambda x: x[(x[:, 0] > 0).long()], "index in Runs takes rows of other"),
+    "attention over the batch": (lambda x: (x @ x.t()).softmax(dim=1) @ x, "mm in Runs multiplies rows"),
+    "bits of numbers": (lambda x: x.view(torch.int32).float(), "reads the bits of numbers as another"),
+    "order with an exception": (lambda x: x[hidden_order(x)], "takes rows by their place"),
+    "what follows a fixed record": (lambda x: x + x[50:].sum(dim=0), "slice in Runs cuts"),
+    "table of the batch": (lambda x: functional.embedding(signs(x)[:, 0], x), "embedding in Runs takes numbers of"),
+    "row of the batch": (lambda x: x + functional.embedding(FIRST[0, :1], x), "embedding in Runs takes numbers"),
+    "bags of the batch": (lambda x: functional.embedding_bag(signs(x), x), "_embedding_bag.* in Runs takes numbers of"),
+    "table that grows with the batch": (
+        lambda x: x + torch.linspace(0, 1, len(x))[signs(x)[:, :1]], "index in Runs takes rows of numbers that",
+    ),
+    "positions by the place of a record": (
+        lambda x: x[:, :4] + x.t()[torch.arange(len(x)), FIRST[0, :1]][:, None], (draw(6, 50),), f"index {PLACE}",
+    ),
+    "rows by the place of a record": (lambda x: x + x.reshape(-1)[torch.arange(len(x))][:, None], f"index {PLACE}"),
+    "constants by the place of a record": (
+        lambda x: x + draw(50, 2)[torch.arange(len(x)), signs(x)[:, 0]][:, None], f"index {PLACE}",
+    ),
+    "records selected by records": (lambda x: x.index_select(0, signs(x)[:, 0]), f"index_select {PLACE}"),
+    "a first row of its own": (
+        lambda x: x + torch.cat([torch.ones(1, 4), *[torch.zeros(1, 4)] * (len(x) - 1)]), f"cat {SIZE}",
+    ),
+    "gaps of a view": (lambda x: x + x[:, :2].as_strided((2,), (1,), 2).repeat(2), "as_strided in Runs views memory"),
+    "number of outliers": (lambda x: x * (1 + len(x[x[:, 0] > 1e9])), "index in Runs chooses rows by"),
+    "other operator in small batches": (lambda x: x.neg() if len(x) > 20 else x.flip(0), "neg in Runs does not run in"),
+    "the batch's size as a tensor": (lambda x: x / torch.tensor(float(len(x))), f"lift_fresh {SIZE}"),
+    "the batch's size as a filled tensor": (lambda x: x / torch.full((4,), len(x)), f"full {SIZE}"),
+    "windows folded back": (folded_back, "unfold_backward in Runs works along the records"),
+    "patches of the batch": (
+        lambda x: x + functional.unfold(x[None, None, :, :1], (3, 1), padding=(1, 0))[0, :1].t(),
+        "im2col in Runs sees the records in another dimension",
+    ),
+    "triangle behind batches of 50": (lambda x: x.triu(-50), "triu in Runs works along the records"),
+    "a list of tensors": (lambda x: x + torch.tensor([outlier(x)]), "torch.tensor of a list of tensors in"),
+    "a list of whole numbers": (lambda x: x + x.new_tensor([outlier(x).long()]), "torch.tensor of a list of tensors"),
+    "a capsule": (lambda x: x * (1 + str(torch.to_dlpack(x)).count("?")), "to_dlpack in Runs hands numbers"),
+    "called fresh": (lambda x: x + torch.ops.aten.lift_fresh(outlier(x)), "lift_fresh in Runs has no known"),
+    "a mean written out": (lambda x: x + torch.mean(x, 0, out=torch.zeros(4)), "mean in Runs takes a second tensor"),
+    "text of the numbers": (lambda x: x if "inf" in str(x) else 2 * x, "__repr__ in Runs"),
+    "turned at a fixed record": (lambda x: x + torch.cat([x[-50:], x[:-50]]), "slice in Runs"),
+    "draws of its own": (lambda x: x * torch.rand(len(x), 1, generator=torch.Generator()), "rand in Runs"),
+    "draws of its own for records": (lambda x: x.clone().normal_(generator=torch.Generator()), "normal in Runs"),
+    "dropped dimension": (lambda x: x[:, None].squeeze(), "batch of one.*x.squeeze"),
+}  # fmt: skip
 REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but one batch, the message
-    "sorted by length": (by_length, LENGTHS, "index in Runs takes rows by their place"),
+    **{name: (fed(of), *rest) for name, (of, *rest) in FED.items()},
+    "sorted by length": (by_length, LENGTHS, f"index {PLACE}"),
     "unpadded": (unpadded, LENGTHS, "nonzero in Runs has no known rule.*mask them with torch.where"),
     "rows by a mask": (lambda m, x: m.f(x)[x[:, 0] > -99], "index in Runs chooses rows by a mask"),
-    "repeated by content": (
-        lambda m, x: m.f(x.repeat_interleave((x[:, 0] > 0).long() + 1, dim=0)), "repeat_interleave in Runs",
-    ),
-    "neighbour": (lambda m, x: m.f(x.roll(1, dims=0)), "roll in Runs works along the records"),
-    "written one row down": (shifted, "slice in Runs moves the rows"),
+    "written one row down": (put(lambda x: slice(1, None), lambda x: x[:-1]), "slice in Runs moves the rows"),
     "other views of the memory": (in_other_order, "memory that holds them in another order"),
-    "another order of merged rows": (lambda m, x: m.f(x.reshape(4, len(x)).t()), "view in Runs moves"),
-    "largest of the batch": (lambda m, x: m.f(torch.where(x == x.max(dim=0).values, x, 0.0)), "max in Runs"),
-    "statistics of the batch": (
-        lambda m, x: functional.batch_norm(m.f(x), None, None, training=True), "native_batch_norm in Runs",
-    ),
-    "sorted behind autograd": (lambda m, x: m.f(x.data.sort(dim=0).values), "sort in Runs works along"),
-    "numpy": (lambda m, x: m.f(torch.from_numpy(np.sort(x.detach().numpy(), axis=0))), "numpy in Runs"),
-    "a list": (lambda m, x: m.f(torch.tensor(sorted(x.tolist()))), "tolist in Runs hands numbers"),
+    "statistics": (lambda m, x: functional.batch_norm(m.f(x), None, None, training=True), "native_batch_norm in Runs"),
     "a thread": (in_a_thread, "tensor that torch did not compute in this pass"),
     "a condition": (lambda m, x: m.f(x) if bool((x > 0).any()) else m.f(2 * x), r"item \(or a condition"),
-    "the batch's size": (lambda m, x: m.f(x / len(x)), "div in Runs takes the number of records"),
-    "places in the batch": (lambda m, x: m.f(x * torch.arange(len(x))[:, None]), "mixes the records"),
-    "places counted from the end": (
-        lambda m, x: m.f(x[torch.arange(0, -len(x), -1)]),
-        "takes rows by their place",
-    ),
-    "gathered along the records": (
-        lambda m, x: m.f(x.gather(0, (x * 0).long())),
-        "gather in Runs takes rows",
-    ),
-    "gathered from the first record": (
-        lambda m, x: m.f(x + x.gather(1, torch.zeros(1, 4).long())),
-        "gather in Runs takes rows by their place",
-    ),
-    "selected by number": (
-        lambda m, x: m.f(x + x.index_select(0, torch.tensor([0]))),
-        "index_select in Runs takes rows by their place",
-    ),
-    "added to the first record": (
-        lambda m, x: m.f(x.index_add(0, torch.tensor([0]), torch.ones(1, 4))),
-        "index_add in Runs puts rows where an index says",
-    ),
-    "rows that records name": (
-        lambda m, x: m.f(x[(x[:, 0] > 0).long()]),
-        "index in Runs takes rows of other",
-    ),
-    "attention over the batch": (
-        lambda m, x: m.f((x @ x.t()).softmax(dim=1) @ x),
-        "mm in Runs multiplies rows of different records",
-    ),
     "a weight of the batch": (
-        lambda m, x: functional.layer_norm(m.f(x), (3,), x.mean(dim=0)[:3]),
-        "takes numbers of the batch for its weight",
+        lambda m, x: functional.layer_norm(m.f(x), (3,), x.mean(dim=0)[:3]), "numbers of the batch for its weight",
     ),
-    "bits of numbers": (
-        lambda m, x: m.f(x.view(torch.int32).float()),
-        "reads the bits of numbers as another type",
-    ),
-    "order with an exception": (lambda m, x: m.f(x[hidden_order(x)]), "takes rows by their place"),
     "parts of fixed size": (lambda m, x: torch.cat([m.f(part) for part in x.split(50)]), "split in Runs"),
-    "what follows a fixed record": (lambda m, x: m.f(x + x[50:].sum(dim=0)), "slice in Runs cuts"),
-    "table of the batch": (
-        lambda m, x: m.f(functional.embedding(signs(x)[:, 0], x)), "embedding in Runs takes numbers of the batch",
-    ),
-    "row of the batch": (
-        lambda m, x: m.f(x + functional.embedding(torch.zeros(1).long(), x)), "embedding in Runs takes numbers",
-    ),
-    "bags of the batch": (
-        lambda m, x: m.f(functional.embedding_bag(signs(x), x)), "_embedding_bag.* in Runs takes numbers of the batch",
-    ),
-    "bags in outer order": (
-        bags(lambda x: signs(x).t().reshape(-1), lambda n: torch.arange(0, 2 * n, 2)), "bags that begin where offsets",
-    ),
+    "bags in outer order": (bags(lambda x: signs(x).t().reshape(-1), by_two), "bags that begin where offsets"),
     "bags of one, and a rest": (bags(lambda x: signs(x).reshape(-1), torch.arange), "bags that begin where offsets"),
     "bags weighted in outer order": (
-        bags(
-            lambda x: signs(x).reshape(-1),
-            lambda n: torch.arange(0, 2 * n, 2),
-            per_sample_weights=lambda x: x[:, :2].t().reshape(-1),
-        ),
+        bags(lambda x: signs(x).reshape(-1), by_two, per_sample_weights=lambda x: x[:, :2].t().reshape(-1)),
         "_embedding_bag.* in Runs combines rows of different records",
     ),
     "channels weighted in another order": (normalised, "native_batch_norm in Runs combines rows of different records"),
     "table by places of two records": (of_two, "index in Runs takes rows of other"),
-    "table that grows with the batch": (
-        lambda m, x: m.f(x + torch.linspace(0, 1, len(x))[signs(x)[:, :1]]), "index in Runs takes rows of numbers that",
-    ),
-    "positions by the place of a record": (
-        lambda m, x: m.f(x[:, :4] + x.t()[torch.arange(len(x)), torch.tensor([0])][:, None]),
-        (draw(6, 50),),
-        "index in Runs takes rows by their place",
-    ),
-    "rows by the place of a record": (
-        lambda m, x: m.f(x + x.reshape(-1)[torch.arange(len(x))][:, None]), "index in Runs takes rows by their place",
-    ),
-    "constants by the place of a record": (
-        lambda m, x: m.f(x + draw(50, 2)[torch.arange(len(x)), signs(x)[:, 0]][:, None]),
-        "index in Runs takes rows by their place",
-    ),
-    "records selected by records": (
-        lambda m, x: m.f(x.index_select(0, signs(x)[:, 0])), "index_select in Runs takes rows by their place",
-    ),
-    "a first row of its own": (
-        lambda m, x: m.f(x + torch.cat([torch.ones(1, 4), *[torch.zeros(1, 4)] * (len(x) - 1)])),
-        "cat in Runs makes numbers that depend on",
-    ),
-    "numbers between those of a view": (
-        lambda m, x: m.f(x + x[:, :2].as_strided((2,), (1,), 2).repeat(2)), "as_strided in Runs views memory that",
-    ),
     "images sampled where others say": (sampled, "grid_sampler_2d in Runs returns shape .* for 37 records"),
-    "number of outliers": (
-        lambda m, x: m.f(x * (1 + len(x[x[:, 0] > 1e9]))), "index in Runs chooses rows by a mask",
+    "places put by the place": (
+        put(lambda x: (torch.arange(len(x)), signs(x)[:, 0]), lambda x: torch.linspace(0, 1, len(x))),
+        f"linspace {SIZE}",
     ),
-    "another operator in small batches": (
-        lambda m, x: m.f(x.neg() if len(x) > 20 else x.flip(0)), "neg in Runs does not run in batches of every size",
+    "put over the first record": (put(lambda x: FIRST[0, :1], lambda x: 1.0), "index_put in Runs moves the rows"),
+    "put by a mask and a place": (
+        put(lambda x: (x[:, 0] > -1e9, torch.arange(len(x)) % 4), lambda x: 1.0), "index_put in Runs chooses rows by",
     ),
-    "the batch's size as a tensor": (
-        lambda m, x: m.f(x / torch.tensor(float(len(x)))), "lift_fresh in Runs makes numbers that depend on",
-    ),
-    "the batch's size as a filled tensor": (
-        lambda m, x: m.f(x / torch.full((4,), len(x))), "full in Runs makes numbers that depend on",
-    ),
-    "places put by the place": (put_by_place, "linspace in Runs makes numbers that depend on"),
-    "put over the first record": (put_first, "index_put in Runs moves the rows of records"),
-    "put by a mask and a place": (put_by_mask_and_place, "index_put in Runs chooses rows by a mask"),
     "put in another order": (put_in_other_order, "index_put in Runs combines rows of different records"),
-    "windows folded back": (lambda m, x: m.f(folded_back(x)), "unfold_backward in Runs works along the records"),
-    "patches of the batch": (
-        lambda m, x: m.f(x + functional.unfold(x[None, None, :, :1], (3, 1), padding=(1, 0))[0, :1].t()),
-        "im2col in Runs sees the records in another dimension",
-    ),
-    "triangle behind batches of 50": (lambda m, x: m.f(x.triu(-50)), "triu in Runs works along the records"),
     "gradient of a shared weight": (lambda m, x: SharedWeight.apply(m.f(x)), "sums gradients over the records"),
-    "a list of tensors": (lambda m, x: m.f(x + torch.tensor([outlier(x)])), "torch.tensor of a list of tensors in"),
-    "a list of whole numbers": (
-        lambda m, x: m.f(x + x.new_tensor([outlier(x).long()])), "torch.tensor of a list of tensors in Runs",
-    ),
-    "a capsule": (lambda m, x: m.f(x * (1 + str(torch.to_dlpack(x)).count("?"))), "to_dlpack in Runs hands numbers"),
-    "called fresh": (lambda m, x: m.f(x + torch.ops.aten.lift_fresh(outlier(x))), "lift_fresh in Runs has no known"),
     "running statistics": (running, "native_batch_norm in Runs overwrites a tensor by what records share"),
     "zeros over a record": (over_the_first, "zeros in Runs has no known rule"),
     "places of a condition": (places, "nonzero in Runs has no known rule"),
-    "a mean written into a tensor": (
-        lambda m, x: m.f(x + torch.mean(x, 0, out=torch.zeros(4))), "mean in Runs takes a second tensor, such as out=",
-    ),
-    "text of the numbers": (lambda m, x: m.f(x if "inf" in str(x) else 2 * x), "__repr__ in Runs"),
-    "turned at a fixed record": (lambda m, x: m.f(x + torch.cat([x[-50:], x[:-50]])), "slice in Runs"),
-    "draws of its own": (
-        lambda m, x: m.f(x * torch.rand(len(x), 1, generator=torch.Generator().manual_seed(3))), "rand in Runs",
-    ),
-    "draws of its own for records": (
-        lambda m, x: m.f(x.clone().normal_(generator=torch.Generator().manual_seed(3))), "normal in Runs",
-    ),
     "seeded draws": (Runs(lambda m, x: m.g(seeded(m, x)), f=nn.Linear(4, 3), g=nn.Linear(3, 2)), "randn in Runs"),
-    "dropped dimension": (lambda m, x: m.f(x[:, None].squeeze()), "batch of one.*x.squeeze"),
     "backward pass": (lambda m, x: Sorted.apply(m.f(x)), "the gradient at linear.*sort"),
     "backward pass through a constant convolution": (
         lambda m, x: Shared.apply(functional.conv1d(m.f(x)[:, None], torch.ones(1, 1, 3))),
@@ -559,16 +501,10 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
     "backward hook": (hooked(False), "mean in .*BackwardHookFunctionBackward reduces over the records"),
     "hook before a backward pass": (hooked(True), "mean in .*BackwardHookFunctionBackward reduces over"),
     "numbers in the backward pass": (lambda m, x: Read.apply(m.f(x)), "backward pass of ReadBackward"),
-    "mean of squares besides": (
-        with_loss(functional.mse_loss), "mse_loss_backward in .* divides by the number of records",
-    ),
-    "mean of Huber losses besides": (
-        with_loss(functional.huber_loss), "huber_loss_backward in .* divides by the number of records",
-    ),
-    "mean of smooth losses besides": (
-        with_loss(functional.smooth_l1_loss), "smooth_l1_loss_backward in .* divides by the number of records",
-    ),
-    "exchanged buffer": (Exchanges(), "Exchanges takes a tensor that torch did not compute in this pass"),
+    "mean of squares besides": (with_loss(functional.mse_loss), "mse_loss_backward in .* divides by the number"),
+    "mean of Huber losses besides": (with_loss(functional.huber_loss), "huber_loss_backward in .* divides by"),
+    "mean of smooth losses besides": (with_loss(functional.smooth_l1_loss), "smooth_l1_loss_backward in .* divides by"),
+    "exchanged buffer": (Keeps("exchanged buffer"), "Keeps takes a tensor that torch did not compute in this pass"),
     "earlier batches": (Keeps("attribute"), "tensor that torch did not compute in this pass"),
     "buffer": (Keeps("buffer"), "changes buffer 'mean'"),
     "frozen parameter exchanged in the backward pass": (
@@ -579,9 +515,41 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # a function, its arguments if any but 
         "Runs computes gradients in its forward pass",
     ),
     "torch.func inside": (lambda m, x: torch.vmap(m.f)(x), "within torch.vmap or torch.func"),
+    "directional derivatives inside": (directional, "Runs computes directional derivatives in its forward pass"),
+    "a submodule": (
+        nn.Sequential(nn.Linear(4, 4), nn.Sequential(Runs(lambda m, x: m.f(x.flip(0))))),
+        r"linear\('1.0.f.weight', '1.0.f.bias'\).*flip in Runs '1.0'",
+    ),
+    # models without gradients of single records
+    "bags by offsets": (nn.EmbeddingBag(9, 3), (ids(40), torch.arange(40)), "bags that begin where offsets say"),
+    "sparse embedding": (nn.Embedding(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
+    "sparse bags": (nn.EmbeddingBag(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
+    "shortened embeddings": (nn.Embedding(11, 3, max_norm=0.1), (torch.arange(4),), "max_norm"),
+    "assignment": (Runs(assigned, f=nn.Linear(4, 3), p=nn.Parameter(torch.ones(3))), "in place"),
+    "random numbers in a function of parameters": (
+        Runs(
+            lambda m, x: functional.scaled_dot_product_attention(x[:, None], m.keys, m.keys, dropout_p=0.5),
+            keys=nn.Parameter(torch.ones(1, 2, 4)),
+        ),
+        "draws random numbers",
+    ),
+    "frozen model": (nn.Linear(4, 3).requires_grad_(False), "no parameter to train"),
+    "half precision": (nn.Linear(4, 3).half(), "float16"),
+    "own function of a parameter": (
+        Runs(lambda m, x: Cubed.apply(m.f(x), m.p), f=nn.Linear(4, 3), p=nn.Parameter(torch.ones(3))),
+        "'p' is used where single records cannot be told apart",
+    ),
+    "recomputed activations": (  # by a second forward pass inside the backward pass, where no use is caught
+        Runs(
+            lambda m, x: torch.utils.checkpoint.checkpoint(m.f, x, use_reentrant=False),
+            f=nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+        ),
+        "recomputes activations in the backward pass",
+    ),
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_mixes_records_is_refused_by_operator_and_submodule(name: str) -> None:
     function, *given, message = REFUSED[name]
@@ -592,31 +560,6 @@ def test_what_mixes_records_is_refused_by_operator_and_submodule(name: str) -> N
     assert "\n" not in str(caught.value)
     assert "numpy" not in vars(Tensor)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-def test_directional_derivatives_inside_a_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="Runs computes directional derivatives in its forward pass"):
-        RecordTape(Runs(directional), draw(6, 4))
-
-
-def test_the_submodule_is_named() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Runs(lambda m, x: m.f(x.flip(0)))))
-    with pytest.raises(ValueError, match=r"linear\('1.0.f.weight', '1.0.f.bias'\).*flip in Runs '1.0'"):
-        RecordTape(model, draw(6, 4))
-
-
-@pytest.mark.parametrize(
-    ("model", "args", "message"),
-    [
-        (nn.EmbeddingBag(9, 3), (ids(40), torch.arange(40)), "bags that begin where offsets say"),
-        (nn.Embedding(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
-        (nn.EmbeddingBag(9, 3, sparse=True), (ids(6, 2),), "sparse gradients.*sparse=False"),
-    ],
-)
-def test_embeddings_without_rows_refused(model: nn.Module, args: tuple[Tensor, ...], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RecordTape(model, *args)
 
 
 def test_a_model_may_run_on_no_record() -> None:
@@ -632,7 +575,6 @@ def test_a_model_may_run_on_no_record() -> None:
 
 
 def mixes_short(model: Any, x: Tensor) -> Tensor:
-    """Subtracts the mean of the batch from short sequences only."""
     return model.f(x - x.mean(dim=0) if x.shape[1] < 4 else x)
 
 

@@ -56,12 +56,8 @@ def test_factor_rows_give_the_covariance_of_the_gradient(name: str) -> None:
             continue
         value = outputs.values[layer]
         units = torch.eye(value.numel()).view(-1, *value.shape[1:])
-        full = torch.stack(
-            [
-                torch.cat([g.flatten() for g in r])
-                for r in by_autograd(network, layer, units, h.expand(len(units), *h.shape[1:]))
-            ]
-        )
+        found = by_autograd(network, layer, units, h.expand(len(units), *h.shape[1:]))
+        full = torch.stack([torch.cat([g.flatten() for g in record]) for record in found])
         expected = torch.linalg.matrix_norm(full, ord=2)
         torch.testing.assert_close(torch.linalg.matrix_norm(rows[0], ord=2), expected, rtol=1e-4, atol=1e-5)
         outputs_alike = full.square().sum() / rows[0].square().sum()
@@ -77,27 +73,20 @@ def test_closed_forms_are_taken_where_there_are_some() -> None:
 
 @pytest.mark.parametrize("positions", [1, 40])
 def test_both_ways_to_a_norm_agree(positions: int) -> None:
-    """Few positions take the Gram matrices, many the product; both against loops."""
+    """Few positions take the Gram matrices, many the product; both against sums of outer products."""
     generator = torch.Generator().manual_seed(3)
     signal = torch.randn(5, 6, positions, generator=generator)
     patch = torch.randn(5, 7, positions, generator=generator)
-    expected = [
-        sum(torch.outer(s[:, p], u[:, p]) for p in range(positions))
-        for s, u in zip(signal, patch, strict=True)
-    ]
-    wanted = torch.stack([m.double().norm() for m in expected])
+    wanted = (signal @ patch.mT).double().flatten(1).norm(dim=1)
     use = LinearUse(signal.mT, patch.mT, nn.Parameter(torch.zeros(6, 7)))
-    pairs = use.pairs(slice(None))
-    for found in (
-        measured(use.sums(slice(None)))[0],
-        uses.measured_by_gram(*map(torch.Tensor.double, pairs)),
-    ):
+    s, u = (side.double() for side in use.pairs(slice(None)))
+    for found in (measured(use.sums(slice(None)))[0], uses.measured_by_gram(s, u)):
         torch.testing.assert_close(found.norms.double(), wanted, rtol=1e-5, atol=1e-6)
     whole = Contributions([([use.weight], [use])], 5).squared_norms()[0].sqrt()
     torch.testing.assert_close(whole, wanted, rtol=1e-4, atol=1e-4)
 
 
-POSITIONS = 20
+POSITIONS, SCALES = 20, {"numbers whose squares vanish": 2.0**-70, "large numbers": 2.0**40}
 
 
 def columns(kind: str) -> tuple[Tensor, Tensor]:
@@ -107,14 +96,11 @@ def columns(kind: str) -> tuple[Tensor, Tensor]:
     if kind == "positions that cancel":  # alike but for signs and last digits
         s = s[..., :1] * torch.tensor([1.0, -1.0]).repeat(POSITIONS // 2) * (1 + 1e-6 * s)
         u = u[..., :1] * (1 + 1e-6 * u)
-    scales = {"numbers whose squares vanish": 2.0**-70, "large numbers": 2.0**40}
-    return s * scales.get(kind, 1.0), u
+    return s * SCALES.get(kind, 1.0), u
 
 
 @pytest.mark.parametrize("precise", [False, True])
-@pytest.mark.parametrize(
-    "kind", ["random", "positions that cancel", "numbers whose squares vanish", "large numbers"]
-)
+@pytest.mark.parametrize("kind", ["random", "positions that cancel", *SCALES])
 def test_norms_by_gram_matrices_are_bounds_in_any_precision(
     kind: str, precise: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,21 +128,18 @@ def test_records_are_taken_in_parts_without_changing_anything(monkeypatch: pytes
 
 
 def test_models_that_cannot_be_trained_so_are_named() -> None:
-    shared = nn.Linear(4, 4)
-    frozen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    frozen[0].weight.requires_grad_(False)
+    shared, frozen = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+    norms = [
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=own), nn.Linear(4, 3))
+        for own in (True, False)
+    ]
     for model, error, message in (
         (nn.Linear(4, 3), TypeError, "must be an nn.Sequential"),
         (nn.Sequential(nn.Tanh()), ValueError, "no module with parameters"),
         (nn.Sequential(shared, nn.Tanh(), shared), ValueError, "layer 2 shares parameters"),
-        (frozen, ValueError, "layer 1 is frozen"),
+        (nn.Sequential(frozen, nn.Linear(4, 3)), ValueError, "layer 1 is frozen"),
         (nn.Sequential(nn.Linear(4, 3).double()), ValueError, "dtype torch.float64"),
-        (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), TypeError, "BatchNorm1d .*mixes the records"),
-        (
-            nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3)),
-            TypeError,
-            "BatchNorm1d .*mixes the records",
-        ),
+        *((model, TypeError, "BatchNorm1d .*mixes the records") for model in norms),
     ):
         with pytest.raises(error, match=message):
             ModuleSequence(model, n_inputs=4)

@@ -1,10 +1,20 @@
-"""Compare closed-form gradients with autograd, which shares no code with them."""
+"""Compare closed-form gradients with autograd, which shares no code with them; clips of activations."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opusim.training.feedback.closed_form import backpropagated
+from opusim.training.networks.clipping import (
+    ActivationClipping,
+    ball_factors,
+    clip_entries,
+    offset_entries,
+    sphere_factors,
+)
 from opusim.training.networks.functions import ACTIVATIONS, LOSSES, activation_of
 from opusim.training.networks.network import FullyConnected, LayerShape, build_sequential
 
@@ -21,9 +31,18 @@ def model(activation: str, *, bias: bool = True, output: str = "identity") -> nn
     return build_sequential(5, layers, generator=generator, gain=2.7).double().float()
 
 
-def batch(size: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(size: int = 9) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(6)
     return torch.randn(size, 5, generator=generator), torch.randint(0, 4, (size,), generator=generator)
+
+
+def require_gradients_of(loss: Tensor, network: FullyConnected, forward: Any, error: Tensor) -> None:
+    """Compare the closed form for the error at the last layer with autograd of a loss."""
+    expected = torch.autograd.grad(loss, network.parameters)
+    for layer, delta in enumerate(backpropagated(network, forward, error)):
+        network.set_gradient(layer, delta, forward.inputs[layer], len(error))
+    for parameter, gradient in zip(network.parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
@@ -50,17 +69,12 @@ def test_backpropagation_equals_autograd(activation: str, loss: str, bias: bool)
         value = nn.functional.cross_entropy(output, y)
     else:
         value = 0.5 * (output - nn.functional.one_hot(y, 4)).square().sum(dim=1).mean()
-    expected = torch.autograd.grad(value, list(net.parameters()))
-
     network = FullyConnected(net)
     forward = network.forward(x)
     result = LOSSES[loss](forward.output, y)
-    error = network.multiply_by_derivative(result.output_gradient, forward, 2, through_clip=True)
-    for layer, delta in enumerate(backpropagated(network, forward, error)):
-        network.set_gradient(layer, delta, forward.inputs[layer], len(x))
     torch.testing.assert_close(result.per_record.mean(), value)
-    for parameter, gradient in zip(network.parameters, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    error = network.multiply_by_derivative(result.output_gradient, forward, 2, through_clip=True)
+    require_gradients_of(value, network, forward, error)
 
 
 def test_clipped_neurons_equal_autograd() -> None:
@@ -68,17 +82,13 @@ def test_clipped_neurons_equal_autograd() -> None:
     layers += [LayerShape(n_outputs=4, activation="identity", bias=True)]
     net = build_sequential(5, layers, generator=torch.Generator().manual_seed(5), gain=2.7)
     x, y = batch(50)
-    expected = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
     network = FullyConnected(net)
     assert network.layers == layers
     forward = network.forward(x)
     clipped = (forward.activations[0] + 0.2 / 7**0.5).abs() >= 0.9 / 7**0.5
     assert 0.2 < clipped.float().mean() < 0.9, "the test needs neurons on both sides"
     error = LOSSES["cross-entropy"](forward.output, y).output_gradient
-    for layer, delta in enumerate(backpropagated(network, forward, error)):
-        network.set_gradient(layer, delta, forward.inputs[layer], len(x))
-    for parameter, gradient in zip(network.parameters, expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    require_gradients_of(nn.functional.cross_entropy(net(x), y), network, forward, error)
     slope = torch.ones_like(forward.pre_activations[0])
     network.multiply_by_derivative(slope, forward, 0, through_clip=False)
     torch.testing.assert_close(slope, 1 - torch.tanh(forward.pre_activations[0]) ** 2)  # eq. 8 keeps phi'
@@ -113,3 +123,37 @@ def test_other_models_are_refused_by_name(net: nn.Module, message: str) -> None:
 def test_approximate_gelu_is_refused() -> None:
     with pytest.raises(TypeError, match="exact form"):
         activation_of(nn.GELU(approximate="tanh"))
+
+
+# Clips of activations
+
+V = 2.7 * torch.randn(8, 11, generator=torch.Generator().manual_seed(3))
+
+
+def test_clip_and_offset_are_the_papers_formulas() -> None:
+    assert torch.equal(clip_entries(V, 1.3), torch.sign(V) * torch.minimum(V.abs(), torch.tensor(1.3)))
+    assert torch.equal(offset_entries(V, 0.25), V + 0.25)
+    assert torch.equal(offset_entries(V, 0.0), V)
+
+
+@pytest.mark.parametrize("factors", [ball_factors, sphere_factors])
+@pytest.mark.parametrize("radius", [0.3, 1.0, 27.0])
+def test_scale_keeps_zero_rows(factors: Callable[[Tensor, float], Tensor], radius: float) -> None:
+    v = torch.zeros(2, 3)
+    assert torch.equal(v * factors(v, radius), v)
+
+
+@pytest.mark.parametrize(
+    ("layers", "clipped"), [("all", [0, 1, 2]), ("hidden", [1, 2]), ("feedback", [0, 1]), ("none", [])]
+)
+def test_which_layers_are_clipped(layers: str, clipped: list[int]) -> None:
+    clipping = ActivationClipping(tau_h_max=1.0, layers=layers)
+    assert [layer for layer in range(3) if clipping.applies_to(layer, 3)] == clipped
+
+
+@pytest.mark.parametrize(("width", "root"), [("fan-in", 11**0.5), ("layer", 4**0.5)])
+def test_bounds_of_equation_9(width: str, root: float) -> None:
+    clipping = ActivationClipping(tau_h_max=1.7, tau_h_min=0.3, width=width)
+    expected = (V + 0.3 / root).clamp(-1.7 / root, 1.7 / root)
+    torch.testing.assert_close(clipping(V, layer=1, depth=3, n_layer=4), expected)
+    assert ActivationClipping(tau_h_min=0.3)(V, layer=0, depth=2, n_layer=4) is V  # without tau_h_max

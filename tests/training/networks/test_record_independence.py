@@ -7,15 +7,18 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from opusim import training
 from opusim.training.networks.record_gradients.probe import require_separate_outputs
 from opusim.training.networks.record_independence import require_forgetful, runs_torch_only, same
+from tests.support.record_models import Custom
 from tests.support.ulr_models import MODELS, Residual
 
 N_INPUTS = 6
@@ -36,26 +39,16 @@ class Function(nn.Module):
         return self.function(x)
 
 
-class ZeroBranch(nn.Module):
+def zero_branch() -> nn.Module:
     """x + weight (mean of the batch), the weight 0 at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(N_INPUTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.weight * x.nan_to_num().clamp(-1, 1).mean(dim=0)
+    weight = nn.Parameter(torch.zeros(N_INPUTS))
+    return Custom(lambda m, x: x + m.weight * x.nan_to_num().clamp(-1, 1).mean(dim=0), weight=weight)
 
 
-class BatchAttention(nn.Module):
+def batch_attention() -> nn.Module:
     """Attention whose first axis, positions to torch, is the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(N_INPUTS, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x[:, None], x[:, None], x[:, None])[0][:, 0]
+    attention = nn.MultiheadAttention(N_INPUTS, 2)
+    return Custom(lambda m, x: m.attention(*[x[:, None]] * 3)[0][:, 0], attention=attention)
 
 
 def largest(x: Tensor) -> Tensor:
@@ -66,11 +59,9 @@ def largest(x: Tensor) -> Tensor:
 
 MIXING: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(N_INPUTS),
-    "batch norm without its own mode": lambda: Function(
-        lambda x: nn.functional.batch_norm(x, None, None, training=True)
-    ),
-    "zero-initialised branch": ZeroBranch,
-    "attention over the batch": BatchAttention,
+    "batch norm of no mode": lambda: Function(lambda x: functional.batch_norm(x, None, None, training=True)),
+    "zero-initialised branch": zero_branch,
+    "attention over the batch": batch_attention,
     "scale of the batch": lambda: Function(largest),
     "batches of 32 and more": lambda: Function(lambda x: x if len(x) < 32 else x - x.mean(dim=0)),
 }
@@ -113,44 +104,33 @@ def test_modules_that_treat_records_apart_pass(name: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        nn.GroupNorm(2, N_INPUTS),
-        nn.LayerNorm(N_INPUTS),
-        nn.Dropout(0.5),
-        Residual(N_INPUTS),
-        Function(torch.round),
-        Function(lambda x: (x > 0).float()),
-        Function(torch.log),
+        nn.GroupNorm(2, N_INPUTS), nn.LayerNorm(N_INPUTS), nn.Dropout(0.5), Residual(N_INPUTS), Function(torch.round),
+        Function(lambda x: (x > 0).float()), Function(torch.log), Function(lambda x: x + torch.randn(x.shape)),
         Function(lambda x: x.argmax(dim=1, keepdim=True).expand(-1, N_INPUTS).float()),
     ],
     ids=lambda module: type(module).__name__,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("n", [1, 3, 40])
 def test_other_modules_pass(module: nn.Module, n: int) -> None:
     require_separate_outputs(around(module), rows(n))
 
 
 def test_a_module_of_token_numbers_passes() -> None:
-    torch.manual_seed(3)
-    model = nn.Sequential(
-        Function(lambda x: x.long()), nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 3)
-    ).eval()
+    model = [Function(lambda x: x.long()), nn.Embedding(9, 4), nn.Flatten(), nn.Linear(24, 3)]
     tokens = torch.randint(9, (40, N_INPUTS)).float()
-    require_separate_outputs(model, tokens)
+    require_separate_outputs(nn.Sequential(*model).eval(), tokens)
     with pytest.raises(ValueError, match="mixes"):
-        require_separate_outputs(nn.Sequential(*model, Function(largest)), tokens)
+        require_separate_outputs(nn.Sequential(*model, Function(largest)).eval(), tokens)
 
 
 def test_a_module_may_draw_from_torch_s_generator_only() -> None:
     source = torch.Generator().manual_seed(4)
-    require_separate_outputs(around(Function(lambda x: x + torch.randn(x.shape))), rows())
+    own = Function(lambda x: x + torch.randn(x.shape, generator=source))
     with pytest.raises(ValueError, match="randn in Function '1' draws .* draw from torch's generator"):
-        require_separate_outputs(
-            around(Function(lambda x: x + torch.randn(x.shape, generator=source))), rows()
-        )
+        require_separate_outputs(around(own), rows())
+    mixing = Function(lambda x: x + 0.01 * x.mean() + torch.randn(x.shape))
     with pytest.raises(ValueError, match="mean in Function '1' reduces over the records"):
-        require_separate_outputs(
-            around(Function(lambda x: x + 0.01 * x.mean() + torch.randn(x.shape))), rows()
-        )
+        require_separate_outputs(around(mixing), rows())
 
 
 def test_the_probe_leaves_no_trace() -> None:
@@ -178,36 +158,27 @@ def test_the_probe_leaves_no_trace() -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def config(kind: str, protection: dict[str, object]) -> dict[str, object]:
-    return {
-        "epochs": 1, "threads": 1, "trainer": {"kind": kind}, "data": {"n_classes": 3},
-        "sampler": {"scheme": "poisson", "batch_size": 16}, "optimizer": {"momentum": 0.0}, "protection": protection,
+def train(folder: Path, kind: str, model: nn.Module, x: Tensor | None = None, **changes: Any) -> None:
+    """A run that protects records, at a rate that moves next to nothing."""
+    config = {
+        "epochs": 1, "threads": 1, "trainer": {"kind": kind}, "data": {"n_classes": 3}, "optimizer": {"lr": 1e-6},
+        "sampler": {"scheme": "poisson", "batch_size": 16}, "protection": {"kind": "record", "noise_multiplier": 1.0},
     }  # fmt: skip
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(1).normal(size=(60, N_INPUTS)), np.arange(60) % 3
+    data = rows(60) if x is None else x, torch.arange(60) % 3
+    training.train(config | changes, data=data, model=model, folder=folder / "run")
 
 
 @pytest.mark.parametrize("name", ["batch norm", "zero-initialised branch"])
 @pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
 def test_protected_runs_refuse_models_that_mix_records(tmp_path: Path, kind: str, name: str) -> None:
-    protection = {"kind": "record", "noise_multiplier": 1.0}
     with pytest.raises((TypeError, ValueError), match="mixes the records"):
-        training.train(
-            config(kind, protection) | {"optimizer": {}},
-            data=data(),
-            model=around(MIXING[name]()),
-            folder=tmp_path / "run",
-        )
+        train(tmp_path, kind, around(MIXING[name]()))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("kind", ["zo", "ulr"])
 def test_runs_without_protection_take_them_as_before(tmp_path: Path, kind: str) -> None:
-    training.train(
-        config(kind, {"kind": "none"}), data=data(), model=around(ZeroBranch()), folder=tmp_path / "run"
-    )
+    train(tmp_path, kind, around(zero_branch()), protection={"kind": "none"})
 
 
 class Shifted(nn.Module):
@@ -236,23 +207,17 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("kind", ["bp", "zo", "ulr"])
 def test_no_private_record_sets_state(tmp_path: Path, kind: str, training_only: bool, trained: bool) -> None:
     layer = Shifted(training_only=training_only, trained=trained)
-    x = rows(60) + 100.0
-    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
-    training.train(run, data=(x, torch.arange(60) % 3), model=around(layer), folder=tmp_path / "run")
-    assert all(
-        float(value.abs().max()) < 10 for value in layer.values
-    )  # those of N(0, 1), not of the records
+    train(tmp_path, kind, around(layer), rows(60) + 100.0)
+    # those of N(0, 1), not of the records
+    assert all(float(value.abs().max()) < 10 for value in layer.values)
 
 
-class Tokens(nn.Module):
+def tokens(*, trained: bool) -> nn.Module:
     """Means of the embeddings of |x|, rounded down; each pass shortens the rows of its tokens to norm 0.1."""
-
-    def __init__(self, *, trained: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(40, N_INPUTS, max_norm=0.1).requires_grad_(trained)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.embedding(x.nan_to_num().abs().long().clamp(max=39)).mean(dim=1)
+    return Custom(
+        lambda m, x: m.embedding(x.nan_to_num().abs().long().clamp(max=39)).mean(dim=1),
+        embedding=nn.Embedding(40, N_INPUTS, max_norm=0.1).requires_grad_(trained),
+    )
 
 
 class Largest(nn.Module):
@@ -269,14 +234,12 @@ class Largest(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "layer"),
-    [("zo", Tokens(trained=True)), ("bp", Tokens(trained=False)), ("zo", Largest()), ("bp", Largest())],
+    [("zo", tokens(trained=True)), ("bp", tokens(trained=False)), ("zo", Largest()), ("bp", Largest())],
 )
 def test_what_the_probe_s_records_cannot_move_is_refused(tmp_path: Path, kind: str, layer: nn.Module) -> None:
     """Tokens that no invented record has, and numbers beyond theirs, would show in the released model."""
-    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
-    x = 30 + rows(60).abs()
     with pytest.raises(ValueError, match="a forward pass changes '.*(embedding.weight|largest)'"):
-        training.train(run, data=(x, torch.arange(60) % 3), model=around(layer), folder=tmp_path / "run")
+        train(tmp_path, kind, around(layer), 30 + rows(60).abs())
 
 
 class Drawing(nn.Module):
@@ -304,10 +267,7 @@ def test_a_release_draws_for_modules_from_the_system(tmp_path: Path, kind: str) 
         np.random.seed(1)
         torch.manual_seed(1)
         layer = Drawing(tmp_path / f"drawn {number}")
-        protection = {"kind": "record", "noise_multiplier": 1.0}
-        run = config(kind, protection) | {"optimizer": {"lr": 1e-4}, "mode": "release"}
-        model = around(layer)
-        training.train(run, data=data(), model=model, folder=tmp_path / f"{number}")
+        train(tmp_path / f"{number}", kind, around(layer), mode="release")
         last.append((tmp_path / f"drawn {number}").read_text().splitlines()[-1].split())
         states.append(torch.get_rng_state())
     assert all(first != second for first, second in zip(*last, strict=True))
@@ -363,11 +323,10 @@ def remembering(way: str) -> nn.Sequential:
     [*((kind, "running mean") for kind in ("bp", "zo", "ulr")), *(("bp", w) for w in REMEMBERS[1:])],
 )
 def test_attributes_that_outlast_a_batch_are_refused(tmp_path: Path, kind: str, way: str) -> None:
-    run = config(kind, {"kind": "record", "noise_multiplier": 1.0}) | {"optimizer": {"lr": 1e-6}}
     read = way in ("table", "variable of the file", "hook")
     message = "reads numbers of the batch into Python" if read else "depends on earlier batches"
     with pytest.raises(ValueError, match=message):
-        training.train(run, data=data(), model=remembering(way), folder=tmp_path / "run")
+        train(tmp_path, kind, remembering(way))
     assert not (tmp_path / "run").exists()
 
 
@@ -381,42 +340,43 @@ def test_a_look_at_attributes_leaves_them_as_they_were(way: str) -> None:
     assert pickle.dumps([dict(vars(model[1])), LOG]) == before
 
 
-def with_code_of_others(way: str) -> nn.Module:
-    """Modules of torch, with code that a user brought."""
-    linear = nn.Linear(N_INPUTS, 3)
-    if way == "hook":
-        linear.register_forward_hook(lambda *_: None)
-    elif way == "pre-hook":
-        linear.register_forward_pre_hook(lambda *_: None)
-    elif way == "function among the attributes":
-        return nn.TransformerEncoderLayer(4, 1, activation=lambda x: x)
-    elif way == "function in a list":
-        linear.functions = [len]  # type: ignore[assignment]
-    elif way == "table among the attributes":
-        linear.table = {}  # type: ignore[assignment]
-    elif way == "own forward":
-        linear.forward = lambda input: input  # type: ignore[method-assign]
-    elif way == "own class of parameters":
-        linear.weight = type("Own", (nn.Parameter,), {})(linear.weight.data)
-    elif way == "own class":
-        return nn.Sequential(linear, type("Own", (nn.Linear,), {"__module__": __name__})(3, 3))
-    elif way == "parametrised":
-        return nn.utils.parametrizations.weight_norm(linear)
-    elif way == "recorder of torch":
-        return nn.Sequential(linear, torch.ao.quantization.RecordingObserver())
-    return linear
+def with_attribute(name: str, value: object) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        linear = nn.Linear(N_INPUTS, 3)
+        setattr(linear, name, value)
+        return linear
+
+    return build
 
 
-OWN_CODE = (
-    "hook", "pre-hook", "function among the attributes", "function in a list", "table among the attributes",
-    "own forward", "own class of parameters", "own class", "parametrised", "recorder of torch",
-)  # fmt: skip
+def with_hook(register: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        linear = nn.Linear(N_INPUTS, 3)
+        getattr(linear, register)(lambda *_: None)
+        return linear
+
+    return build
+
+
+OWN_CODE: dict[str, Callable[[], nn.Module]] = {
+    "hook": with_hook("register_forward_hook"),
+    "pre-hook": with_hook("register_forward_pre_hook"),
+    "function among the attributes": lambda: nn.TransformerEncoderLayer(4, 1, activation=lambda x: x),
+    "function in a list": with_attribute("functions", [len]),
+    "table among the attributes": with_attribute("table", {}),
+    "own forward": with_attribute("forward", lambda input: input),
+    "own class of parameters": with_attribute("weight", type("Own", (nn.Parameter,), {})(torch.ones(3, N_INPUTS))),
+    "own class": lambda: type("Own", (nn.Linear,), {"__module__": __name__})(3, 3),
+    "parametrised": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(N_INPUTS, 3)),
+    "recorder of torch": torch.ao.quantization.RecordingObserver,
+}  # fmt: skip
+"""Modules of torch, with code that a user brought."""
 
 
 @pytest.mark.parametrize("way", OWN_CODE)
 def test_modules_with_code_of_others_are_tried(way: str) -> None:
-    assert runs_torch_only(with_code_of_others("nothing"))
-    assert not runs_torch_only(nn.Sequential(nn.Tanh(), with_code_of_others(way)))
+    assert runs_torch_only(nn.Linear(N_INPUTS, 3))
+    assert not runs_torch_only(nn.Sequential(nn.Tanh(), OWN_CODE[way]()))
 
 
 def test_a_hook_on_all_modules_is_code_of_others() -> None:

@@ -14,8 +14,9 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import opusim
 from opusim.training.data import samplers as batches
@@ -27,9 +28,10 @@ from tests.support.private_loops import Parts, parts, private_loop
 TINY = 1e-9
 
 
-def trained(
-    folder: Path, given: Parts | None = None, **options: Any
-) -> tuple[Tensor, list[int], list[float]]:
+Trained = tuple[Tensor, list[int], list[float]]
+
+
+def trained(folder: Path, given: Parts | None = None, **options: Any) -> Trained:
     """The parameters after an epoch, the rows of each batch, and the losses shown."""
     with private_loop(folder, given or parts(), noise_multiplier=TINY, **options) as private:
         model, optimizer, criterion, loader = private
@@ -41,25 +43,14 @@ def trained(
             optimizer.step()
             rows.append(len(x))
             shown.append(float(loss.detach()))
-        return torch.cat([p.detach().flatten() for p in model.parameters()]), rows, shown
-
-
-def with_feedback() -> Parts:
-    """A module with noisy feedback, whose deltas are not zero where the error is."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
-    opusim.FeedbackAlignment(
-        model, ["1"], device=opusim.open_device("gaussian", n_inputs=3, n_outputs=16, seed=1)
-    )
-    return parts(model)
+        return parameters_to_vector(model.parameters()).detach(), rows, shown
 
 
 @pytest.mark.parametrize("limit", [None, 7])
 def test_training_is_the_same_and_batches_have_one_size(tmp_path: Path, limit: int | None) -> None:
-    plain, drawn, shown = trained(tmp_path / "plain", max_physical_batch_size=limit)
-    fixed, rows, again = trained(
-        tmp_path / "fixed", max_physical_batch_size=limit, fixed_batches=True, sample_rate=0.2
-    )
+    options = {"max_physical_batch_size": limit, "sample_rate": 0.2}
+    plain, drawn, shown = trained(tmp_path / "plain", **options)
+    fixed, rows, again = trained(tmp_path / "fixed", fixed_batches=True, **options)
     torch.testing.assert_close(fixed, plain, rtol=1e-5, atol=1e-6)
     assert again == pytest.approx(shown, rel=1e-5)
     most = int(stats.binom(60, 0.2).isf(OVERFLOW))
@@ -82,10 +73,9 @@ def test_what_fills_a_batch_adds_nothing(value: float, tmp_path: Path) -> None:
     """The first record, which fills batches without records, and is in others, cannot be held by float32."""
 
     def given() -> Parts:
-        module, optimizer, criterion, loader = parts(batch_size=2)
-        x, y = (tensor.clone() for tensor in loader.dataset.tensors)  # type: ignore[attr-defined]
-        x[:4] = value
-        return module, optimizer, criterion, DataLoader(TensorDataset(x, y), batch_size=2)
+        found = parts(batch_size=2)
+        found[3].dataset.tensors[0][:4] = value  # type: ignore[attr-defined]
+        return found
 
     plain, drawn, _ = trained(tmp_path / "plain", given())
     fixed, _, _ = trained(tmp_path / "fixed", given(), fixed_batches=True)
@@ -150,21 +140,16 @@ def test_texts_and_what_rows_cannot_be_told_of(tmp_path: Path) -> None:
         x, y = (torch.stack(list(each)) for each in zip(*records, strict=True))
         return {"x": x, "y": y, "texts": [str(int(label)) for label in y], "by time": x.T, "kind": "text"}
 
-    module, optimizer, criterion, loader = parts()
-    given = module, optimizer, criterion, DataLoader(loader.dataset, batch_size=12, collate_fn=textual)
     options = {"fixed_batches": True, "example_inputs": [torch.randn(3, 8)]}
-    with private_loop(tmp_path / "a", given, **options) as private:
+    with private_loop(tmp_path / "a", parts(collate_fn=textual), **options) as private:
         rows = private.physical_batches.size
         for batch in private.data_loader:
-            assert {len(batch["x"]), len(batch["y"]), len(batch["texts"]), batch["by time"].shape[1]} == {
-                rows
-            }
+            assert len(batch["x"]) == len(batch["y"]) == len(batch["texts"]) == rows
             assert batch["texts"] == [str(int(label)) for label in batch["y"]]
             assert torch.equal(batch["by time"].T, batch["x"])
             private.criterion(private.module(batch["x"]), batch["y"]).backward()
-    loader = DataLoader(loader.dataset, batch_size=12, collate_fn=lambda records: {"x": object()})
     with pytest.raises(ValueError, match=r"puts a object into batches \(batch\['x'\]\), whose rows cannot"):
-        private_loop(tmp_path / "b", (*parts()[:3], loader), **options)
+        private_loop(tmp_path / "b", parts(collate_fn=lambda records: {"x": object()}), **options)
 
 
 def test_rows_that_fill_would_be_seen(tmp_path: Path) -> None:
@@ -179,10 +164,12 @@ def test_rows_that_fill_would_be_seen(tmp_path: Path) -> None:
 def test_feedback_noise_on_rows_that_fill_is_left_out(tmp_path: Path) -> None:
     """An empty batch moves nothing, although the device adds noise to the feedback of each row."""
     options = {"sample_rate": 1e-6, "target_delta": 1e-9, "fixed_batches": True}
-    with private_loop(tmp_path, with_feedback(), noise_multiplier=TINY, **options) as private:
-        model, _, criterion, loader = private
-        x, y = next(iter(loader))
-        criterion(model(x), y).backward()
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+    device = opusim.open_device("gaussian", n_inputs=3, n_outputs=16, seed=1)
+    opusim.FeedbackAlignment(model, ["1"], device=device)
+    with private_loop(tmp_path, parts(model), noise_multiplier=TINY, **options) as private:
+        x, y = next(iter(private.data_loader))
+        private.criterion(model(x), y).backward()
         assert len(x) > 0
         assert max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None) < 1e-7
 
@@ -297,27 +284,22 @@ REFUSED = {
 }
 
 
+def collated(collate: Any) -> Parts:
+    loader: DataLoader[Any] = DataLoader(records(20), batch_size=1, collate_fn=collate)  # type: ignore[arg-type]
+    return (*parts(nn.Linear(4, 4))[:3], loader)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_emptied_is_refused(case: str, tmp_path: Path) -> None:
     build, message = REFUSED[case]
     with pytest.raises(ValueError, match=message) as caught:
-        private(build, tmp_path, example_inputs=[torch.randn(3, 4)])
+        private_loop(tmp_path, collated(build), example_inputs=[torch.randn(3, 4)])
     assert "\n" not in str(caught.value)
-
-
-def private(collate: Any, folder: Path, module: nn.Module | None = None, **options: Any) -> Any:
-    module = module or nn.Linear(4, 4)
-    loader = DataLoader(records(20), batch_size=1, collate_fn=collate)
-    return opusim.make_private(
-        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), criterion=nn.CrossEntropyLoss(),
-        data_loader=loader, noise_multiplier=1.0, target_delta=1e-5, max_grad_norm=1.0, folder=folder, seed=3,
-        **options,
-    )  # fmt: skip
 
 
 def test_a_loop_over_texts_and_tensors_meets_empty_batches(tmp_path: Path) -> None:
     sizes = []
-    with private(TAKEN["texts"], tmp_path) as loop:
+    with private_loop(tmp_path, collated(TAKEN["texts"])) as loop:
         model, optimizer, criterion, loader = loop
         for x, y, names in loader:
             optimizer.zero_grad()

@@ -5,38 +5,33 @@ import random
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
 from opusim.training.errors import RunFolderError
-from opusim.training.private_loop.folder import (
-    CHECKPOINT_FILE,
-    SETTINGS_FILE,
-    PrivacySettings,
-    read_save,
-    write_save,
-)
+from opusim.training.private_loop.folder import CHECKPOINT_FILE, SETTINGS_FILE, read_save, write_save
 from tests.support.private_loops import Parts, parts, private_loop, run_epoch
 
 FLIPS = 120
 
 
-@pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[opusim.PrivateTraining]:
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[opusim.PrivateTraining]:
     """A private loop after two steps, saved."""
     given = parts()
     given[1].param_groups[0]["lr"] = np.float64(0.5)  # as a schedule of numpy sets it
-    private = private_loop(tmp_path_factory.mktemp("loop"), given)
-    run_epoch(private, steps=2)
-    private.save("good")
-    yield private
-    private.close()
+    with private_loop(tmp_path, given) as private:
+        run_epoch(private, steps=2)
+        private.save("good")
+        yield private
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -66,17 +61,14 @@ def test_no_flipped_bit_leads_to_another_model(loop: opusim.PrivateTraining) -> 
     sound, (state, position) = file.read_bytes(), read_save(loop.folder)
     assert equal(state["optimizer"]["param_groups"][0]["lr"], np.float64(0.5))
     noticed = 0
-    try:
-        for content in flipped(sound, FLIPS):
-            file.write_bytes(content)
-            try:
-                found = read_save(loop.folder)
-            except RunFolderError:
-                noticed += 1
-            else:
-                assert equal(found, (state, position))  # the bit lies between the parts of the file
-    finally:
-        file.write_bytes(sound)
+    for content in flipped(sound, FLIPS):
+        file.write_bytes(content)
+        try:
+            found = read_save(loop.folder)
+        except RunFolderError:
+            noticed += 1
+        else:
+            assert equal(found, (state, position))  # the bit lies between the parts of the file
     assert noticed > FLIPS / 10
 
 
@@ -84,20 +76,16 @@ def test_no_flipped_bit_leads_to_another_model(loop: opusim.PrivateTraining) -> 
 def test_settings_that_were_changed_are_refused(loop: opusim.PrivateTraining) -> None:
     file = loop.folder / SETTINGS_FILE
     sound = file.read_bytes()
-    found = [field for field in PrivacySettings.__dataclass_fields__ if field in ("seed", "noise_multiplier")]
-    try:
-        for content in flipped(sound, FLIPS):
-            file.write_bytes(content)
-            with suppress(RunFolderError):  # one line
-                assert loop.settings.require_same(loop.folder, found=found) == loop.settings
-        text = sound.decode().replace('"noise_multiplier": 1.0', '"noise_multiplier": 0.5')
-        file.write_text(text)
-        with pytest.raises(RunFolderError, match=r"private\.json was changed since it was written"):
-            loop.settings.require_same(loop.folder, found=found)
-        with pytest.raises(RunFolderError, match=r"private\.json is not the file that private\.pt"):
-            read_save(loop.folder)
-    finally:
-        file.write_bytes(sound)
+    found = ["noise_multiplier", "seed"]
+    for content in flipped(sound, FLIPS):
+        file.write_bytes(content)
+        with suppress(RunFolderError):  # one line
+            assert loop.settings.require_same(loop.folder, found=found) == loop.settings
+    file.write_bytes(sound.replace(b'"noise_multiplier": 1.0', b'"noise_multiplier": 0.5'))
+    with pytest.raises(RunFolderError, match=r"private\.json was changed since it was written"):
+        loop.settings.require_same(loop.folder, found=found)
+    with pytest.raises(RunFolderError, match=r"private\.json is not the file that private\.pt"):
+        read_save(loop.folder)
 
 
 KEPT: dict[str, Any] = {
@@ -136,14 +124,12 @@ def test_values_of_numpy_come_back_as_they_were(loop: opusim.PrivateTraining) ->
     assert [name for name in KEPT if not equal(found[name], KEPT[name])] == []
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_read_back_replaces_no_save(loop: opusim.PrivateTraining, kind: str) -> None:
-    loop.save("good")
+def test_what_cannot_be_read_back_replaces_no_save(loop: opusim.PrivateTraining) -> None:
     before = (loop.folder / CHECKPOINT_FILE).read_bytes()
-    value = {"step": 3, "list": [1.0, REFUSED[kind]]}
-    with pytest.raises(TypeError, match=r"^save: extra\['list'\]\[1\] = .* cannot be read back"):
-        loop.save(value)
-    assert (loop.folder / CHECKPOINT_FILE).read_bytes() == before
+    for value in REFUSED.values():
+        with pytest.raises(TypeError, match=r"^save: extra\['list'\]\[1\] = .* cannot be read back"):
+            loop.save({"step": 3, "list": [1.0, value]})
+        assert (loop.folder / CHECKPOINT_FILE).read_bytes() == before
     assert read_save(loop.folder)[0]["extra"] == "good"
 
 
@@ -155,57 +141,50 @@ def test_a_list_that_holds_itself_is_refused(loop: opusim.PrivateTraining) -> No
 
 
 def test_a_save_of_an_earlier_version_resumes_with_a_warning(tmp_path: Path) -> None:
-    private = private_loop(tmp_path)
-    run_epoch(private, steps=2)
-    private.save("note")
-    private.close()
+    with private_loop(tmp_path) as private:
+        run_epoch(private, steps=2)
+        private.save("note")
     state, position = read_save(tmp_path)
     old = {"version": 1, **state, "ledger": position.to_json(), "inode": None}
     torch.save(old, tmp_path / CHECKPOINT_FILE)
-    with pytest.warns(UserWarning, match=r"private\.pt: has no digest, like all files of versions before"):
-        resumed = private_loop(tmp_path, resume=True)
-    assert (resumed.step, resumed.extra) == (2, "note")
+    with (
+        pytest.warns(UserWarning, match=r"private\.pt: has no digest, like all files of versions before"),
+        private_loop(tmp_path, resume=True) as resumed,
+    ):
+        assert (resumed.step, resumed.extra) == (2, "note")
     write_save(tmp_path, state, ledger=position, bound=False)
     assert equal(read_save(tmp_path), (state, position))
-    resumed.close()
+    del state["optimizer_class"]  # which versions did not save either
+    write_save(tmp_path, state, ledger=position, bound=False)
+    private_loop(tmp_path, resume=True).close()
 
 
-def with_optimizer(kind: type[torch.optim.Optimizer], *, width: int = 6) -> Parts:
-    module, _, criterion, loader = parts(
-        torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Linear(width, 3))
-    )
-    return module, kind(module.parameters(), lr=0.5), criterion, loader  # type: ignore[call-arg]
+MODES = pytest.mark.parametrize(
+    "options", [{"mode": "experiment", "seed": 3}, {"mode": "release", "seed": None}], ids=lambda one: one["mode"]
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["experiment", "release"])
-@pytest.mark.parametrize(
-    ("kind", "width", "message"),
-    [
-        (
-            torch.optim.Adam,
-            6,
-            r"optimizer = Adam: the save in .* has SGD; resume it with the same module and",
-        ),
-        (
-            torch.optim.SGD,
-            7,
-            r"module, the shape of '0\.weight' = \(7, 8\): the save in .* has \(6, 8\); resume",
-        ),
-    ],
-)
-def test_other_parts_are_refused_before_anything_is_paid(
-    tmp_path: Path, mode: str, kind: type[torch.optim.Optimizer], width: int, message: str
-) -> None:
-    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
-    with private_loop(tmp_path, with_optimizer(torch.optim.SGD), **options) as private:
+def with_optimizer(kind: Any, *, width: int = 6) -> Parts:
+    module, _, criterion, loader = parts(nn.Sequential(nn.Linear(8, width), nn.Linear(width, 3)))
+    return module, kind(module.parameters(), lr=0.5), criterion, loader
+
+
+@MODES
+def test_other_parts_are_refused_before_anything_is_paid(tmp_path: Path, options: dict[str, Any]) -> None:
+    sgd = torch.optim.SGD
+    with private_loop(tmp_path, with_optimizer(sgd), **options) as private:
         run_epoch(private)
         private.save()
     ledger = (tmp_path / "ledger.jsonl").read_bytes()
-    with pytest.raises(RunFolderError, match=message) as caught:
-        private_loop(tmp_path, with_optimizer(kind, width=width), resume=True, **options)
-    assert "\n" not in str(caught.value)
-    assert (tmp_path / "ledger.jsonl").read_bytes() == ledger
-    private_loop(tmp_path, with_optimizer(torch.optim.SGD), resume=True, **options).close()
+    for other, message in (
+        (with_optimizer(torch.optim.Adam), "optimizer = Adam: the save in .* has SGD; resume"),
+        (with_optimizer(sgd, width=7), r"the shape of '0\.weight' = \(7, 8\): the save in .* has \(6, 8\);"),
+    ):
+        with pytest.raises(RunFolderError, match=message) as caught:
+            private_loop(tmp_path, other, resume=True, **options)
+        assert "\n" not in str(caught.value)
+        assert (tmp_path / "ledger.jsonl").read_bytes() == ledger
+    private_loop(tmp_path, with_optimizer(sgd), resume=True, **options).close()
 
 
 class Jittered(torch.utils.data.Dataset[Any]):
@@ -222,18 +201,16 @@ class Jittered(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.parametrize("kind", ["tensors", "read", "drawn"])
-@pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_other_records_are_refused_or_on_trust(tmp_path: Path, kind: str, mode: str) -> None:
-    def given(x: torch.Tensor, own: int = 1) -> Parts:
-        module, optimizer, criterion, loader = parts()
-        data: Any = torch.utils.data.TensorDataset(x, loader.dataset.tensors[1])  # type: ignore[attr-defined]
+@MODES
+def test_other_records_are_refused_or_on_trust(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    def given(x: torch.Tensor) -> Parts:
+        data: Any = TensorDataset(x, torch.arange(60) % 3)
         if kind != "tensors":
-            data = Jittered(x, own if kind == "drawn" else None)
-        return module, optimizer, criterion, torch.utils.data.DataLoader(data, batch_size=12)
+            data = Jittered(x, 1 if kind == "drawn" else None)
+        return (*parts()[:3], DataLoader(data, batch_size=12))
 
-    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
     x = torch.randn(60, 8)
-    kept = mode == "experiment" and kind != "drawn"
+    kept = options["mode"] == "experiment" and kind != "drawn"
     with private_loop(tmp_path, given(x), **options) as private:
         run_epoch(private, steps=2)
         private.save()
@@ -241,73 +218,45 @@ def test_other_records_are_refused_or_on_trust(tmp_path: Path, kind: str, mode: 
     assert any("the same records in the same order" in text for text in trusted) is not kept
     torch.rand(9)  # other numbers are drawn than before
     private_loop(tmp_path, given(x.clone()), resume=True, **options).close()
-    if kept:
-        with pytest.raises(
-            RunFolderError, match="^data_loader: its data set has other records, .* new folder$"
-        ):
-            private_loop(tmp_path, given(x.flip(0)), resume=True, **options)
-    else:
+    refused = pytest.raises(
+        RunFolderError, match="^data_loader: its data set has other records, .* new folder$"
+    )
+    with refused if kept else nullcontext():
         private_loop(tmp_path, given(x.flip(0)), resume=True, **options).close()
     assert '"data": null' in (tmp_path / SETTINGS_FILE).read_text() or kept
 
 
-def test_a_save_of_an_earlier_version_names_no_optimizer(tmp_path: Path) -> None:
-    with private_loop(tmp_path) as private:
-        run_epoch(private)
-        private.save()
-    state, position = read_save(tmp_path)
-    del state["optimizer_class"]
-    write_save(tmp_path, state, ledger=position, bound=False)
-    private_loop(tmp_path, resume=True).close()
+OTHER = [
+    (
+        {"batch_size": 20}, {},
+        "data_loader: has batch_size = 20 and 60 records, and the private loop in {} was started with "
+        "batch_size = 12 and 60 records, or with sample_rate = 0.2; resume it with the same, or start",
+    ),
+    ({"count": 72}, {}, "data_loader: has batch_size = 12 and 72 records, and .* = 12 and 60 records, or"),
+    ({"count": 120, "batch_size": 24}, {}, "data_loader: has batch_size = 24 and 120 records, and .* = 12 and"),
+    ({"batch_size": 20}, {"sample_rate": 0.2}, "data_loader.batch_size = 20: .* was started with 12;"),
+    ({}, {"sample_rate": 0.3}, "sample_rate = 0.3: the private loop in {} was started with 0.2; resume"),
+    ({}, {"max_grad_norm": 2.0}, "max_grad_norm = 2.0: .* with 1.0;"),
+    ({}, {"noise_multiplier": 0.5}, "noise_multiplier = 0.5: .* with 1.0;"),
+    ({}, {"seed": 4}, "seed = 4: "),
+    (
+        {"batch_size": 3}, {"user_ids": [n % 7 for n in range(60)], "records_per_user": 2},
+        "records_per_user = 2: .* was started with None",
+    ),
+    ({}, {"clipping": "per_layer"}, "clipping = 'per_layer': the private loop in {} was started with 'flat'"),
+    ({}, {"clipping": "per_layer", "max_grad_norm": [0.6, 0.8]}, r"max_grad_norm = \[0.6, 0.8\]: .* with 1.0;"),
+]  # fmt: skip
+"""Another loader, other arguments, and how the refusal begins."""
 
 
-@pytest.mark.parametrize("mode", ["experiment", "release"])
-@pytest.mark.parametrize(
-    ("given", "options", "message"),
-    [
-        (
-            {"batch_size": 20},
-            {},
-            "data_loader: has batch_size = 20 and 60 records, and the private loop in {} was started with "
-            "batch_size = 12 and 60 records, or with sample_rate = 0.2; resume it with the same, or start",
-        ),
-        (
-            {"count": 72},
-            {},
-            "data_loader: has batch_size = 12 and 72 records, and .* = 12 and 60 records, or",
-        ),
-        (
-            {"count": 120, "batch_size": 24},
-            {},
-            "data_loader: has batch_size = 24 and 120 records, and .* = 12 and",
-        ),
-        ({"batch_size": 20}, {"sample_rate": 0.2}, "data_loader.batch_size = 20: .* was started with 12;"),
-        ({}, {"sample_rate": 0.3}, "sample_rate = 0.3: the private loop in {} was started with 0.2; resume"),
-        (
-            {"batch_size": 3},
-            {"user_ids": [n % 7 for n in range(60)], "records_per_user": 2},
-            "records_per_user = 2: .* was started with None",
-        ),
-        (
-            {},
-            {"clipping": "per_layer"},
-            "clipping = 'per_layer': the private loop in {} was started with 'flat'",
-        ),
-        (
-            {},
-            {"clipping": "per_layer", "max_grad_norm": [0.6, 0.8]},
-            r"max_grad_norm = \[0.6, 0.8\]: .* with 1.0;",
-        ),
-    ],
-)
-def test_other_arguments_are_named_as_the_user_gave_them(
-    tmp_path: Path, mode: str, given: dict[str, int], options: dict[str, Any], message: str
-) -> None:
-    options = {"mode": mode, "seed": 3 if mode == "experiment" else None, **options}
-    with private_loop(tmp_path, mode=mode, seed=options["seed"]) as private:
+@MODES
+def test_other_arguments_are_named_as_the_user_gave_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    with private_loop(tmp_path, **options) as private:
         private.save()
-    with pytest.raises(RunFolderError, match="^" + message.format(re.escape(str(tmp_path)))):
-        private_loop(tmp_path, parts(**given), resume=True, **options)
+    for given, others, message in OTHER:
+        if options["mode"] == "experiment" or "seed" not in others:
+            with pytest.raises(RunFolderError, match="^" + message.format(re.escape(str(tmp_path)))):
+                private_loop(tmp_path, parts(**given), resume=True, **{**options, **others})
 
 
 def test_another_number_of_users_is_named(tmp_path: Path) -> None:
@@ -323,9 +272,9 @@ def test_another_number_of_users_is_named(tmp_path: Path) -> None:
         loop(20, resume=True, user_ids=[(n + n // 59) % 20 for n in range(60)])
 
 
-@pytest.mark.parametrize("mode", ["experiment", "release"])
+@MODES
 def test_settings_of_the_optimizer_that_a_save_replaces_are_told(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder, mode: str
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, options: dict[str, Any]
 ) -> None:
     def resumed(scheduled: bool = False, **changes: float) -> list[str]:
         given = parts()
@@ -338,16 +287,13 @@ def test_settings_of_the_optimizer_that_a_save_replaces_are_told(
             assert private.optimizer.param_groups[0]["lr"] == saved_lr
         return [str(each.message) for each in recwarn if "optimizer: was given" in str(each.message)]
 
-    options: dict[str, Any] = {"mode": mode, "seed": 3 if mode == "experiment" else None}
     saved_lr = 0.5
     with private_loop(tmp_path, **options) as private:
         run_epoch(private, steps=2)
         private.save()
     (text,) = resumed(lr=0.1, momentum=0.9, dampening=0)
-    assert text == (
-        "optimizer: was given lr = 0.1 (saved: 0.5), momentum = 0.9 (saved: 0), and a resumed loop takes the saved "
-        "values; to use the given ones, set them in optimizer.param_groups after make_private"
-    )
+    assert text.startswith("optimizer: was given lr = 0.1 (saved: 0.5), momentum = 0.9 (saved: 0), and")
+    assert text.endswith("to use the given ones, set them in optimizer.param_groups after make_private")
     assert resumed() == []
     assert resumed(scheduled=True) == []
     with private_loop(tmp_path, resume=True, **options) as private:

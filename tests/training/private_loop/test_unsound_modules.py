@@ -3,7 +3,6 @@
 A pass on private records leaves nothing in buffers and Python attributes, even what no probe could see.
 """
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import opusim
 from opusim.training.private_loop.folder import read_save
-from tests.support.private_loops import private_loop
+from tests.support.private_loops import private_loop, records
 from tests.support.record_models import Custom, backward
 
 
@@ -57,15 +56,19 @@ class Kept(nn.Module):
 
 
 def private(
-    module: nn.Module, x: Tensor, folder: Path, *, labels: Tensor | None = None, **options: Any
+    module: nn.Module, x: Tensor, folder: Path, *, labels: Tensor | None = None, **others: Any
 ) -> Any:
+    """A private loop; `criterion`, `batch_size` and `collate_fn` may be others."""
     y = torch.zeros(len(x), dtype=torch.int64) if labels is None else labels
-    settings: dict[str, Any] = {
-        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1), "criterion": nn.CrossEntropyLoss(),
-        "data_loader": DataLoader(TensorDataset(x, y), batch_size=10), "noise_multiplier": 1.0, "target_delta": 1e-5,
-        "max_grad_norm": 1.0, "seed": 1,
-    }  # fmt: skip
-    return opusim.make_private(module=module, folder=folder, **settings | options)
+    loader = {"batch_size": others.pop("batch_size", 10), "collate_fn": others.pop("collate_fn", None)}
+    criterion = others.pop("criterion", nn.CrossEntropyLoss())
+    data = DataLoader(others.pop("data", TensorDataset(x, y)), **loader)
+    given = module, torch.optim.SGD(module.parameters(), lr=0.1), criterion, data
+    return private_loop(folder, given, **others)
+
+
+def gradient(module: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
 GENERATOR = torch.Generator().manual_seed(5)
@@ -147,9 +150,11 @@ def test_criteria_may_return_values_by_position_and_take_no_output_of_all_record
         torch.manual_seed(4)
         module = Sequences("one value for all")
         loss = nn.CrossEntropyLoss(reduction=reduction)
-        criterion = lambda out, y, loss=loss: loss(out.transpose(1, 2), y)  # noqa: E731
-        options = {"criterion": criterion, "labels": y, "noise_multiplier": 1e-9}
-        with private(module, x, tmp_path / reduction, **options) as loop:
+        options = {
+            "criterion": lambda out, y, loss=loss: loss(out.transpose(1, 2), y),
+            "noise_multiplier": 1e-9,
+        }
+        with private(module, x, tmp_path / reduction, labels=y, **options) as loop:
             inputs, labels = next(iter(loop.data_loader))
             outputs, of_all = module(inputs)
             with pytest.raises(ValueError, match=r"of shape \(\) has no row for each of the \d+ records"):
@@ -157,64 +162,41 @@ def test_criteria_may_return_values_by_position_and_take_no_output_of_all_record
             with pytest.raises(RuntimeError, match="learns through the criterion of make_private only"):
                 (loop.criterion(outputs, labels) + of_all).backward()
             loop.criterion(outputs, labels).backward()
-            found.append(torch.cat([p.grad.flatten() for p in module.cell.parameters()]))
+            found.append(gradient(module))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
 
 
 MeanSubtracted = backward("MeanSubtracted", lambda gradient: gradient - gradient.mean(dim=0))
 
 
-class Calls(nn.Module):
-    """Applies a function; it mixes records in evaluation mode only, or in both modes."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], *, scale: float = 1.0) -> None:
-        super().__init__()
-        self.function, self.scale = function, nn.Parameter(torch.tensor(scale))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Shape (batch, ...)."""
-        return x + self.scale * self.function(x)
-
-
-def between(part: nn.Module) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), part, nn.Linear(5, 3))
-
-
-MEAN = "mean in .*MeanSubtractedBackward reduces over the records"
-
-
 def test_what_reaches_a_feedback_point_is_probed_without_the_device(tmp_path: Path) -> None:
     """Mixing in a point's block is found; the device is read in steps only."""
+
+    def aligned(part: nn.Module) -> opusim.FeedbackAlignment:
+        net = nn.Sequential(nn.Linear(4, 5), nn.Sequential(part, nn.Tanh()), nn.Linear(5, 3))
+        return opusim.FeedbackAlignment(net, ["1"], device=device, encoding="stochastic")
+
     device = opusim.open_device("gaussian", n_inputs=3, n_outputs=5)
-    options = {"device": device, "encoding": "stochastic"}
-    sound = opusim.FeedbackAlignment(between(nn.Identity()), ["1"], **options)
+    sound = aligned(nn.Identity())
     private(sound, NUMBERS, tmp_path / "sound").close()
     assert sound.noisy_device is device
     assert device.usage.frames == 0
-    block = nn.Sequential(Calls(MeanSubtracted.apply), nn.Tanh())
-    mixing = opusim.FeedbackAlignment(between(block), ["2"], **options)
-    with pytest.raises(ValueError, match=MEAN):
-        private(mixing, NUMBERS, tmp_path / "mixing")
-
-
-def weighted() -> nn.Module:
-    """Takes a constant next to the records, shapes (batch, 4) and (4,)."""
-    return Custom(lambda m, x, weights: m.linear(x * weights), linear=nn.Linear(4, 3))
+    mixing = Custom(lambda m, x: x + m.scale * MeanSubtracted.apply(x), scale=nn.Parameter(torch.ones(())))
+    with pytest.raises(ValueError, match="mean in .*MeanSubtractedBackward reduces over the records"):
+        private(aligned(mixing), NUMBERS, tmp_path / "mixing")
 
 
 @pytest.mark.parametrize("limit", [None, 2])
 def test_arguments_of_no_record_are_refused(tmp_path: Path, limit: int | None) -> None:
     """They may be computed from all records of a batch, such as its mean or its size."""
-    for number, given in enumerate((torch.ones(4), torch.ones(()), 0.5, 6, np.float64(0.5))):
+    module = Custom(lambda m, x, weights: m.linear(x * weights), linear=nn.Linear(4, 3))
+    options: dict[str, Any] = {"max_physical_batch_size": limit}
+    for given in (torch.ones(4), torch.ones(()), 0.5, 6, np.float64(0.5)):
         with pytest.raises(ValueError, match="has no row for each of the 6 records|is the number") as caught:
-            private(
-                weighted(), NUMBERS, tmp_path / str(number), example_inputs=[NUMBERS[:6], given],
-                max_physical_batch_size=limit,
-            )  # fmt: skip
+            private(module, NUMBERS, tmp_path, example_inputs=[NUMBERS[:6], given], **options)
         assert "build" in str(caught.value)
     example = [NUMBERS[:6], torch.ones(6, 4)]
-    with private(weighted(), NUMBERS, tmp_path, example_inputs=example) as loop:
+    with private(module, NUMBERS, tmp_path, example_inputs=example) as loop:
         x, y = next(iter(loop.data_loader))
         for given, message in ((x.mean(dim=0), "has no row"), (len(x), "is the number")):
             with pytest.raises(ValueError, match=message):
@@ -228,18 +210,10 @@ def test_a_penalty_inside_the_criterion_is_refused(tmp_path: Path) -> None:
     def penalised(output: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, labels) + module.weight.square().sum()
 
-    found = private(module, NUMBERS, tmp_path, criterion=penalised)
-    model, _, criterion, loader = found
-    inputs, labels = next(iter(loader))
-    with pytest.raises(ValueError, match="criterion: uses parameters of the module, such as a penalty"):
-        criterion(model(inputs), labels)
-    found.close()
-
-
-def test_optimizers_that_run_the_module_are_refused(tmp_path: Path) -> None:
-    module = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="optimizer is LBFGS, which runs the module several times in a step"):
-        private(module, NUMBERS, tmp_path, optimizer=torch.optim.LBFGS(module.parameters()))
+    with private(module, NUMBERS, tmp_path, criterion=penalised) as loop:
+        inputs, labels = next(iter(loop.data_loader))
+        with pytest.raises(ValueError, match="criterion: uses parameters of the module, such as a penalty"):
+            loop.criterion(module(inputs), labels)
 
 
 class Turned(torch.utils.data.Dataset):
@@ -255,37 +229,28 @@ class Turned(torch.utils.data.Dataset):
         return self.x[index] * torch.randn(4).sign(), index % 3
 
 
-def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 3))
-
-
-def codes() -> nn.Module:
-    net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 3))
-    return opusim.FeedbackAlignment(net, "1", encoding="stochastic")
-
-
 @pytest.mark.parametrize("limit", [None, 16])
-@pytest.mark.parametrize(("build", "transformed"), [(dropout, False), (codes, False), (None, True)])
+@pytest.mark.parametrize("way", ["dropout", "codes", "transform"])
 def test_a_release_draws_nothing_for_its_records_from_a_known_seed(
-    build: Callable[[], nn.Module] | None, transformed: bool, limit: int | None, tmp_path: Path
+    way: str, limit: int | None, tmp_path: Path
 ) -> None:
     """Draws go by places in the batch: under a known seed one record more would change what all others add."""
     found = []
+    options = {"mode": "release", "seed": None, "noise_multiplier": 1e-9, "max_physical_batch_size": limit}
     for number in range(2):
         torch.manual_seed(0)
-        module = Kept("") if build is None else build()
+        part = nn.Dropout(0.5) if way == "dropout" else nn.Identity()
+        module: nn.Module = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), part, nn.Linear(64, 3))
+        if way == "codes":
+            module = opusim.FeedbackAlignment(module, "1", encoding="stochastic")
         torch.manual_seed(1)
-        data = Turned(NUMBERS) if transformed else TensorDataset(NUMBERS, torch.arange(40) % 3)
-        options = {"data_loader": DataLoader(data, batch_size=40), "noise_multiplier": 1e-9, "seed": None}
-        loop = private(
-            module, NUMBERS, tmp_path / f"{number}", mode="release", max_physical_batch_size=limit, **options
-        )
-        with loop:
+        data = Turned(NUMBERS) if way == "transform" else TensorDataset(NUMBERS, torch.arange(40) % 3)
+        with private(module, NUMBERS, tmp_path / f"{number}", data=data, batch_size=40, **options) as loop:
             x, y = next(iter(loop.data_loader))
             state = torch.get_rng_state()
             loop.criterion(module(x), y).backward()
             assert torch.equal(state, torch.get_rng_state())
-            found.append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+            found.append(gradient(module))
     assert float((found[0] - found[1]).norm()) > 1e-3
 
 
@@ -318,12 +283,10 @@ def in_order(records: list[Any]) -> tuple[Tensor, Tensor]:
 
 def test_a_collate_function_that_mixes_records_is_refused(tmp_path: Path) -> None:
     """Another record may not change a record's row; draws that another record only shifts may."""
-    data = TensorDataset(NUMBERS, torch.zeros(len(NUMBERS), dtype=torch.int64))
     for collate in (mixed, in_order, default_collate):
-        loader = DataLoader(data, batch_size=10, collate_fn=collate)
         refused = pytest.raises(ValueError, match="mixes records") if collate is mixed else nullcontext()
         with refused:
-            private(nn.Linear(4, 3), NUMBERS, tmp_path / collate.__name__, data_loader=loader).close()
+            private(nn.Linear(4, 3), NUMBERS, tmp_path / collate.__name__, collate_fn=collate).close()
 
 
 def test_frozen_batch_statistics_stay_frozen(tmp_path: Path) -> None:
@@ -391,27 +354,15 @@ class Range(nn.Module):
         return [state, self.lowest, list(self.seen), float(self.plain), hasattr(self, "extra")]
 
 
-def data() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(4)
-    return torch.randn(RECORDS, 8, generator=generator), torch.randint(0, 3, (RECORDS,), generator=generator)
-
-
-def evaluate(loop: opusim.PrivateTraining, x: Tensor) -> None:
-    with torch.no_grad():
-        loop.module(x)
-    loop.module.eval()
-    loop.module(x)
-    loop.module.train()
+X, Y = records(RECORDS).tensors
 
 
 @pytest.mark.parametrize("limit", [None, LARGE + 1])
 def test_a_private_loop_keeps_nothing(tmp_path: Path, limit: int | None) -> None:
-    torch.manual_seed(0)
-    module, (x, y) = Range(), data()
+    module = Range()
     start = module.kept()
-    loader = DataLoader(TensorDataset(x, y), batch_size=30)
-    given = (module, torch.optim.SGD(module.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader)
-    with private_loop(tmp_path, given, sample_rate=1.0, max_physical_batch_size=limit) as loop:
+    options = {"sample_rate": 1.0, "max_physical_batch_size": limit}
+    with private(module, X, tmp_path, labels=Y, **options) as loop:
         for a, b in loop.data_loader:
             assert len(a) == RECORDS
             loop.criterion(module(a), b).backward()
@@ -420,32 +371,27 @@ def test_a_private_loop_keeps_nothing(tmp_path: Path, limit: int | None) -> None
         loop.save()
         saved = read_save(tmp_path)[0]["module"]
         assert {name: float(saved[name]) for name in start[0]} == start[0]
-        evaluate(loop, x)
+        with torch.no_grad():
+            module(X)
+        module.eval()(X)
+        module.train()
         assert module.kept() == start
-    module(x)
+    module(X)
     assert module.kept() != start  # a plain module changes
 
 
-CONFIGURATIONS = {
-    "bp": {"trainer": {"kind": "bp"}, "optimizer": {"name": "sgd", "lr": 0.1}},
-    "zo": {"trainer": {"kind": "zo"}, "optimizer": {"name": "sgd", "lr": 0.01}},
-}
-
-
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-@pytest.mark.parametrize("kind", sorted(CONFIGURATIONS))
+@pytest.mark.parametrize("kind", ["bp", "zo"])
 def test_training_keeps_nothing(tmp_path: Path, kind: str, mode: str) -> None:
     """Neither steps nor, in experiment mode, the measurement of held-out records."""
-    torch.manual_seed(0)
-    module, (x, y) = Range(), data()
+    module = Range()
     start = module.kept()
     config = {
-        **CONFIGURATIONS[kind], "mode": mode, "epochs": 1, "sampler": {"batch_size": RECORDS},
+        "trainer": {"kind": kind}, "optimizer": {"name": "sgd", "lr": 0.01}, "mode": mode, "epochs": 1,
         "data": {"n_classes": 3, "validation_fraction": 0.0, "standardise": False},
-        "protection": {"kind": "record", "noise_multiplier": 1.0},
+        "sampler": {"batch_size": RECORDS}, "protection": {"kind": "record", "noise_multiplier": 1.0},
     }  # fmt: skip
-    arrays = (x.numpy(), y.numpy().astype(np.int64))
-    opusim.train(json.loads(json.dumps(config)), data=arrays, model=module, folder=tmp_path / "run")
+    opusim.train(config, data=(X.numpy(), Y.numpy()), model=module, folder=tmp_path / "run")
     assert module.kept() == start
 
 
@@ -458,19 +404,11 @@ def test_what_a_pass_changed_and_autograd_saved_has_its_gradient(tmp_path: Path)
             outputs = super().forward(x)
             return outputs * self.low * self.plain * 1e-4
 
-    for build in (Scaled, Scaled):
+    for name in "ab":
         torch.manual_seed(0)
-        module, (x, y) = build(), data()
-        given: tuple[Any, ...] = (
-            module,
-            torch.optim.SGD(module.parameters(), lr=0.1),
-            nn.CrossEntropyLoss(),
-            DataLoader(TensorDataset(x, y), batch_size=30),
-        )
-        criterion: Callable[..., Tensor]
-        with private_loop(tmp_path / str(len(found)), given, sample_rate=1.0) as loop:
-            _, _, criterion, loader = loop
-            a, b = next(iter(loader))
-            criterion(module(a), b).backward()
-            found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+        module = Scaled()
+        with private(module, X, tmp_path / name, labels=Y, sample_rate=1.0) as loop:
+            a, b = next(iter(loop.data_loader))
+            loop.criterion(module(a), b).backward()
+            found.append(gradient(module))
     assert torch.equal(*found)

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 import opusim
 from opusim.accounting import Unit
 from tests.support.faults.users import FAULTS
-from tests.support.private_loops import Parts, network, parts, private_loop, run_epoch
+from tests.support.private_loops import Parts, parts, private_loop, run_epoch
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*records have no ID")
 
@@ -22,7 +23,7 @@ IDS = [None if n % 5 == 0 else f"user {n % 13}" for n in range(60)]
 
 
 def gradients(module: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    return parameters_to_vector(p.grad for p in module.parameters())
 
 
 def of_users(folder: Path, given: Parts | None = None, **options: Any) -> opusim.PrivateTraining:
@@ -43,8 +44,7 @@ def test_the_gradient_sums_users_clipped_means(tmp_path: Path, limit: int | None
             own = loader.users.chosen(user, step)
             assert 1 <= len(own) <= EACH
             loss = nn.functional.cross_entropy(model._call_impl(x[own]), y[own])
-            found = torch.autograd.grad(loss, list(model.parameters()))
-            flat = torch.cat([gradient.flatten() for gradient in found])
+            flat = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
             wanted += flat * min(1.0, CLIP / float(flat.norm()))
         optimizer.zero_grad()
         criterion(model(batch[0]), batch[1]).backward()
@@ -55,10 +55,9 @@ def test_the_gradient_sums_users_clipped_means(tmp_path: Path, limit: int | None
 
 
 def test_the_statement_names_unit_and_k_and_nothing_that_was_left_out(tmp_path: Path) -> None:
-    private = of_users(tmp_path, noise_multiplier=1.0)
-    run_epoch(private)
-    statement = private.statement()
-    private.close()
+    with of_users(tmp_path, noise_multiplier=1.0) as private:
+        run_epoch(private)
+        statement = private.statement()
     document = statement.to_json()
     assert document["guarantees"][0]["unit"] == "user"
     assert document["mechanisms"][0]["records_per_user"] == EACH
@@ -66,12 +65,11 @@ def test_the_statement_names_unit_and_k_and_nothing_that_was_left_out(tmp_path: 
     text = " ".join(statement.text().split())
     assert "users (at most 3 records each a step)" in document["mechanisms"][0]["description"]
     assert "whether any one user was among the training data" in text
-    rate, record = private.settings.sample_rate, parts(batch_size=6)
-    record = private_loop(tmp_path / "records", record, sample_rate=rate, max_grad_norm=CLIP)
-    run_epoch(record)
-    assert record.epsilon == private.epsilon  # the accountant knows q and z only
-    assert record.statement().guarantees[0].unit is Unit.RECORD
-    record.close()
+    options = {"sample_rate": private.settings.sample_rate, "max_grad_norm": CLIP}
+    with private_loop(tmp_path / "records", parts(batch_size=6), **options) as record:
+        run_epoch(record)
+        assert record.epsilon == private.epsilon  # the accountant knows q and z only
+        assert record.statement().guarantees[0].unit is Unit.RECORD
     held = "".join(p.read_text(errors="ignore") for p in tmp_path.glob("*.json*"))
     assert "user 7" not in held
     assert "60" not in str(document["mechanisms"])
@@ -119,26 +117,25 @@ def longest(private: opusim.PrivateTraining) -> float:
 
 def one_person(folder: Path, ids: list[Any], **options: Any) -> opusim.PrivateTraining:
     """A loop that draws everybody, on equal records of one person whose gradient is far longer than the clip."""
-    model = network()
+    model, _, criterion, _ = parts()
     x, y = torch.full((len(ids), 8), 50.0), torch.ones(len(ids), dtype=torch.int64)
-    given = model, torch.optim.SGD(model.parameters(), lr=1e-9), nn.CrossEntropyLoss(), None
     loader = DataLoader(TensorDataset(x, y), batch_size=1)
-    settings: dict[str, Any] = {"sample_rate": 1.0, "user_ids": ids, **options}
-    return of_users(folder, (*given[:3], loader), **settings)
+    given = model, torch.optim.SGD(model.parameters(), lr=1e-9), criterion, loader
+    return of_users(folder, given, sample_rate=1.0, user_ids=ids, **options)
 
 
-def test_a_person_adds_at_most_c_in_a_step(tmp_path: Path) -> None:
-    for limit in (None, 3):
-        found = longest(
-            one_person(tmp_path / str(limit), ["7"] * 5 + [7, "7 "], max_physical_batch_size=limit)
-        )
-        assert 0.99 < found <= 1 + 1e-6
+SPELLINGS = ["7"] * 5 + [7, "7 "]
+
+
+@pytest.mark.parametrize("limit", [None, 3])
+def test_a_person_adds_at_most_c_in_a_step(tmp_path: Path, limit: int | None) -> None:
+    assert 0.99 < longest(one_person(tmp_path, SPELLINGS, max_physical_batch_size=limit)) <= 1 + 1e-6
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_let_a_person_add_more(tmp_path: Path, fault: str) -> None:
     with FAULTS[fault]():
-        assert longest(one_person(tmp_path, ["7"] * 5 + [7, "7 "])) > 1.9
+        assert longest(one_person(tmp_path, SPELLINGS)) > 1.9
 
 
 def test_batches_of_every_kind_are_joined_user_by_user(tmp_path: Path) -> None:
@@ -149,14 +146,10 @@ def test_batches_of_every_kind_are_joined_user_by_user(tmp_path: Path) -> None:
         x, y = torch.stack([each for each, _ in ordered]), torch.stack([each for _, each in ordered])
         return {"x": x, "named": [str(int(label)) for label in y], "y": y.numpy()}
 
-    model, optimizer, criterion, _ = parts()
-    dataset = parts()[3].dataset
-    loader = DataLoader(dataset, batch_size=6, collate_fn=sorted_by_sum)
-    plain = parts(batch_size=6)
-    first, second = (
-        of_users(tmp_path / name, given, example_inputs=[torch.randn(2, 8)])
-        for name, given in (("sorted", (model, optimizer, criterion, loader)), ("plain", plain))
-    )
+    example = [torch.randn(2, 8)]
+    given = parts(batch_size=6, collate_fn=sorted_by_sum)
+    first = of_users(tmp_path / "sorted", given, example_inputs=example)
+    second = of_users(tmp_path / "plain", example_inputs=example)
     for batch, (x, y) in zip(first.data_loader, second.data_loader, strict=True):
         assert len(batch["x"]) == len(batch["named"]) == len(batch["y"]) == len(x)
         for private, given in ((first, (batch["x"], torch.as_tensor(batch["y"]))), (second, (x, y))):
@@ -177,11 +170,9 @@ def test_the_default_collate_function_is_called_once_with_the_same_rows(tmp_path
         calls.append(len(records))
         return default_collate(records)
 
-    model, optimizer, criterion, loader = parts(batch_size=6)
-    own = DataLoader(loader.dataset, batch_size=6, collate_fn=counted)
     once = of_users(tmp_path / "once", fixed_batches=fixed)
-    each = of_users(tmp_path / "each", (model, optimizer, criterion, own), fixed_batches=fixed)
-    x, y = loader.dataset.tensors  # type: ignore[attr-defined]
+    each = of_users(tmp_path / "each", parts(batch_size=6, collate_fn=counted), fixed_batches=fixed)
+    x, y = once.data_loader.dataset.tensors
     for step, (batch, again) in enumerate(zip(once.data_loader, each.data_loader, strict=True)):
         users = once.data_loader.sampler.indices(step).tolist()
         chosen = [once.data_loader.users.chosen(user, step) for user in users]
@@ -196,70 +187,36 @@ def test_the_default_collate_function_is_called_once_with_the_same_rows(tmp_path
     each.close()
 
 
-def test_rows_in_another_order_are_refused(tmp_path: Path) -> None:
-    private = of_users(tmp_path)
-    model, _, criterion, loader = private
-    for x, y in loader:
-        if len(x) > EACH:
-            turned = x.flip(0).clone()
-            with pytest.raises(ValueError, match="rows of the loader's batch in another order"):
-                model(turned)
-            break
-        criterion(model(x), y).backward()
-    private.close()
+def cut(x: Tensor) -> int:
+    """How many rows are left of a user's: one is dropped if there are k."""
+    return 2 if len(x) == EACH else len(x)
 
 
-def padded(x: Tensor, y: Tensor) -> Any:
-    """Pads to the longest record of a user, and each user is collated by itself."""
-    return x[:, : 3 + int(y.max())], y
+VARIES = "differs from one batch to the next|gives other keys from one"
+MEETING: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "padded to a user's longest record": (lambda x, y: (x[:, : 3 + int(y.max())], y), "pad all records to one length"),
+    "fewer texts": (
+        lambda x, y: {"x": x, "named": [str(int(label)) for label in y[: cut(x)]]}, "gives fewer rows than records",
+    ),
+    "fewer rows": (lambda x, y: {"x": x[: cut(x)]}, "gives fewer rows than records"),
+    "a truth value": (lambda x, y: {"x": x, "y": y, "large": bool((x > 1).any())}, VARIES),
+    "a mean": (lambda x, y: {"x": x, "y": y, "mean": x.mean(dim=0)}, "differs from one batch to the next"),
+    "a key": (lambda x, y: {"x": x, "y": y, **({"large": None} if bool((x > 1).any()) else {})}, VARIES),
+}  # fmt: skip
+"""Collate functions of a user's records whose result says something of them to all users of the step."""
 
 
-def dropping(x: Tensor, y: Tensor) -> Any:
-    kept = 2 if len(x) == EACH else len(x)
-    return {"x": x, "named": [str(int(label)) for label in y[:kept]]}
-
-
-def dropping_tensors(x: Tensor, y: Tensor) -> Any:
-    return {"x": x[: 2 if len(x) == EACH else len(x)]}
-
-
-def a_truth(x: Tensor, y: Tensor) -> Any:
-    """Would reach every user of the step."""
-    return {"x": x, "y": y, "large": bool((x > 1).any())}
-
-
-def a_mean(x: Tensor, y: Tensor) -> Any:
-    return {"x": x, "y": y, "mean": x.mean(dim=0)}
-
-
-def a_key(x: Tensor, y: Tensor) -> Any:
-    return {"x": x, "y": y, **({"large": None} if bool((x > 1).any()) else {})}
-
-
-@pytest.mark.parametrize(
-    ("collate", "message"),
-    [
-        (padded, "pad all records to one length"),
-        (dropping, "gives fewer rows than records"),
-        (dropping_tensors, "gives fewer rows than records"),
-        (a_truth, "differs from one batch to the next|gives other keys from one"),
-        (a_mean, "differs from one batch to the next"),
-        (a_key, "differs from one batch to the next|gives other keys from one"),
-    ],
-    ids=lambda one: getattr(one, "__name__", ""),
-)
-def test_a_collate_function_by_which_users_meet_is_refused(
-    tmp_path: Path, collate: Callable[[Tensor, Tensor], Any], message: str
-) -> None:
-    model, optimizer, criterion, loader = parts(batch_size=6)
-    loader.dataset.tensors[0][:] = 0.0  # type: ignore[attr-defined]
-    loader.dataset.tensors[0][41] = 2.0  # type: ignore[attr-defined]
-    loader = DataLoader(loader.dataset, batch_size=6, collate_fn=lambda own: collate(*default_collate(own)))
-    given = model, optimizer, criterion, loader
-    private = of_users(tmp_path, given, example_inputs=[torch.randn(2, 8)], sample_rate=1.0)
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("name", MEETING)
+def test_a_collate_function_by_which_users_meet_is_refused(tmp_path: Path, name: str) -> None:
+    collate, message = MEETING[name]
+    given = parts(batch_size=6, collate_fn=lambda own: collate(*default_collate(own)))
+    given[3].dataset.tensors[0][:] = 0.0  # type: ignore[attr-defined]
+    given[3].dataset.tensors[0][41] = 2.0  # type: ignore[attr-defined]
+    with (
+        of_users(tmp_path, given, example_inputs=[torch.randn(2, 8)], sample_rate=1.0) as private,
+        pytest.raises(ValueError, match=message),
+    ):
         next(iter(private.data_loader))
-    private.close()
 
 
 def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -273,11 +230,6 @@ def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
     with pytest.raises(opusim.RunFolderError, match="records_per_user = None"):
         private_loop(tmp_path / "stopped", parts(batch_size=6), noise_multiplier=TINY, max_grad_norm=CLIP,
                      sample_rate=whole.settings.sample_rate, resume=True)  # fmt: skip
-    other = [
-        None if n % 5 == 0 else f"user {(n + n // 59) % 13}" for n in range(60)
-    ]  # one record changes hands
-    with pytest.raises(opusim.RunFolderError, match="user_ids: give other records to a user"):
-        of_users(tmp_path / "stopped", user_ids=other, sample_rate=whole.settings.sample_rate, resume=True)
     renamed = [None if each is None else f"{each} of old" for each in IDS]
     again = of_users(tmp_path / "stopped", user_ids=renamed, resume=True)
     run_epoch(again)
@@ -288,12 +240,10 @@ def test_a_resumed_loop_repeats_an_uninterrupted_one(tmp_path: Path) -> None:
 
 
 def test_shuffled_rows_name_no_remedy_that_is_given_already(tmp_path: Path) -> None:
-    with of_users(tmp_path, fixed_batches=False) as private:
-        x, y = next(iter(private.data_loader))
-        with pytest.raises(
-            ValueError, match="which says whose they are; keep their order, or sort in the module$"
-        ):
-            private.criterion(private.module(x.flip(0)), y).backward()
+    with of_users(tmp_path, fixed_batches=False, sample_rate=1.0) as private:
+        x, _ = next(iter(private.data_loader))
+        with pytest.raises(ValueError, match="whose they are; keep their order, or sort in the module$"):
+            private.module(x.flip(0))
 
 
 def test_a_release_draws_from_the_system_and_counts_its_sums(tmp_path: Path) -> None:
@@ -306,33 +256,23 @@ def test_a_release_draws_from_the_system_and_counts_its_sums(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("ids", "told"),
     [
-        ({"records_per_user": None}, "records_per_user is missing and user_ids is given"),
-        ({"user_ids": None}, "user_ids is missing and records_per_user is given"),
-        ({"records_per_user": 0}, "records_per_user = 0"),
-        ({"user_ids": IDS[:9]}, "has 9 IDs for 60 records"),
-        ({"max_physical_batch_size": 2}, "must hold the 3 records of a user"),
-        ({"user_ids": ["one person"] * 60}, "exceeds the 1 users"),
-        ({"relation": "add_or_remove_one"}, "needs sample_rate"),
+        ([None] * 60, "no user has two records, so that only single records"),
+        (list(range(60)), "no user has two records, so that only single records"),
+        ([None if n % 3 == 0 else n // 6 for n in range(60)], "20 records have no ID, and each counts as a user"),
+        ([each or "nan" for each in IDS], "several records have the text 'nan' as ID"),
+        ([each or "None" for each in IDS], "several records have the text 'None' as ID"),
+        ([each or "NaT" for each in IDS], "several records have the text 'NaT' as ID"),
     ],
-)
-def test_wrong_arguments_are_refused(tmp_path: Path, options: dict[str, Any], match: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=match):
-        of_users(tmp_path, **options)
-
-
-@pytest.mark.parametrize("ids", [[None] * 60, list(range(60))])
-def test_users_of_one_record_each_are_told(tmp_path: Path, ids: list[Any]) -> None:
-    with pytest.warns(UserWarning, match="user_ids: no user has two records, so that only single records"):
+)  # fmt: skip
+def test_ids_that_name_no_person_are_told(tmp_path: Path, ids: list[Any], told: str) -> None:
+    with pytest.warns(UserWarning, match=f"^user_ids: {told}"):
         of_users(tmp_path, user_ids=ids).close()
 
 
-def test_records_without_an_id_are_told(tmp_path: Path) -> None:
-    with pytest.warns(
-        UserWarning, match="^user_ids: 20 records have no ID, and each counts as a user of its own"
-    ):
-        of_users(tmp_path, user_ids=[None if n % 3 == 0 else n // 6 for n in range(60)]).close()
+def test_blank_ids_are_users_of_one_record_without_a_warning(tmp_path: Path) -> None:
+    of_users(tmp_path, user_ids=[each or "" for each in IDS]).close()
 
 
 @pytest.mark.parametrize(
@@ -353,12 +293,3 @@ def test_ids_that_differ_in_case_or_blanks_are_told(
     for text in texts:
         assert text.startswith(f"user_ids: some IDs ({count}) equal another one but for case or blanks")
         assert "a person with two IDs is protected as two users, not as one" in text
-
-
-@pytest.mark.parametrize("missing", ["nan", "None", "NaT"])
-def test_texts_for_a_missing_user_are_told(tmp_path: Path, missing: str) -> None:
-    with pytest.warns(UserWarning, match=f"user_ids: several records have the text '{missing}' as ID"):
-        of_users(tmp_path, user_ids=[each or missing for each in IDS]).close()
-    of_users(
-        tmp_path / "blank", user_ids=[each or "" for each in IDS]
-    ).close()  # each a user, without a warning

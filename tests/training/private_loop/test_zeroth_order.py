@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 import opusim
@@ -31,11 +32,13 @@ Losses = Callable[..., Tensor]
 
 
 def loop_of(
-    folder: Path, *, directions: int = 4, rank: int | None = None, model: nn.Module | None = None, **options: Any,
+    folder: Path, *, lr: float = 0.1, rank: int | None = None, model: nn.Module | None = None,
+    loader: DataLoader[Any] | None = None, criterion: Losses | None = None, **options: Any,
 ) -> opusim.PrivateTraining:  # fmt: skip
-    module, _, criterion, loader = parts(model)
-    optimizer = ZerothOrder(module, lr=0.1, directions=directions, rank=rank, perturbation=PHI, seed=5)
-    return private_loop(folder, (module, optimizer, criterion, loader), max_grad_norm=CLIP, **options)
+    module, _, cross_entropy, plain = parts(model)
+    optimizer = ZerothOrder(module, lr=lr, directions=4, rank=rank, perturbation=PHI, seed=5)
+    given = module, optimizer, criterion or cross_entropy, loader or plain
+    return private_loop(folder, given, **{"max_grad_norm": CLIP, **options})
 
 
 def losses_of(private: opusim.PrivateTraining) -> Losses:
@@ -55,18 +58,13 @@ def run(private: opusim.PrivateTraining, steps: int) -> Tensor:
 
 
 def flat(module: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return parameters_to_vector(module.parameters()).detach()
 
 
-def like_train(
-    folder: Path, data: tuple[Tensor, Tensor], *, rank: int | None, steps: int
-) -> opusim.PrivateTraining:
+def like_train(folder: Path, data: TensorDataset, *, rank: int | None, steps: int) -> opusim.PrivateTraining:
     """A loop on the records, the batches and the noise of the run of `opusim.train` with seed 5."""
     config = load_config(run_config(rank))
-    module, _, criterion, _ = parts()
-    optimizer = ZerothOrder(module, lr=0.1, directions=4, rank=rank, perturbation=PHI, seed=5)
-    loader = DataLoader(TensorDataset(*data), batch_size=12)
-    private = private_loop(folder, (module, optimizer, criterion, loader), max_grad_norm=CLIP)
+    private = loop_of(folder, rank=rank, loader=DataLoader(data, batch_size=12))
     private.data_loader.sampler = make_sampler("poisson", 60, 12, config.seed_for("sampler"))
     measured = private._private
     assert isinstance(measured, MeasuredModule)
@@ -85,7 +83,10 @@ def run_config(rank: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+RANKS = pytest.mark.parametrize("rank", [None, 1])
+
+
+@RANKS
 def test_a_loop_is_a_run_of_train(tmp_path: Path, rank: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same batches, directions and noise move the parameters alike; others, the planted fault, do not."""
     x, y, model = torch.zeros(60, 8), torch.zeros(60, dtype=torch.int64), network()
@@ -97,7 +98,7 @@ def test_a_loop_is_a_run_of_train(tmp_path: Path, rank: int | None, monkeypatch:
 
     monkeypatch.setattr(ZoTrainer, "step", noting)
     found = opusim.train(run_config(rank), data=records().tensors, model=model, folder=tmp_path / "run")
-    private = like_train(tmp_path / "loop", (x, y), rank=rank, steps=10)
+    private = like_train(tmp_path / "loop", TensorDataset(x, y), rank=rank, steps=10)
     moved = (flat(model) - flat(network())).norm()
     assert (flat(private.module) - flat(model)).norm() < 1e-3 * moved
     assert private.epsilon == pytest.approx(found.guarantees[0].epsilon)
@@ -107,12 +108,10 @@ def test_a_loop_is_a_run_of_train(tmp_path: Path, rank: int | None, monkeypatch:
 
 def sums_until_record_0(folder: Path, *, scaled: float, fixed: bool, fault: bool = False) -> Tensor:
     """Return the noised sums of steps at a learning rate of 0, up to the first whose batch holds record 0."""
-    module, _, criterion, loader = parts()
+    loader = parts()[3]
     loader.dataset.tensors[0][0] *= scaled  # type: ignore[attr-defined]
-    optimizer = ZerothOrder(module, lr=0.0, directions=4, perturbation=PHI, seed=5)
-    given = (module, optimizer, criterion, loader)
-    private = private_loop(folder, given, max_grad_norm=CLIP, noise_multiplier=1e-6, fixed_batches=fixed)
-    measured, found = private._private, list[Tensor]()
+    private = loop_of(folder, lr=0.0, loader=loader, noise_multiplier=1e-6, fixed_batches=fixed)
+    optimizer, measured, found = private.optimizer, private._private, list[Tensor]()
     assert isinstance(measured, MeasuredModule)
     if fault:
         measured._release = replace(measured._release, clip=1e3)
@@ -142,11 +141,8 @@ def test_a_record_moves_the_sums_of_a_step_by_at_most_the_clip(tmp_path: Path, f
 
 
 def test_a_loop_states_what_it_releases_and_stops_at_its_budget(tmp_path: Path) -> None:
-    module, _, criterion, loader = parts()
-    optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI)
-    private = private_loop(
-        tmp_path / "loop", (module, optimizer, criterion, loader), noise_multiplier=None, target_epsilon=2.0, epochs=1,
-    )  # fmt: skip
+    options = {"noise_multiplier": None, "target_epsilon": 2.0, "epochs": 1}
+    private = loop_of(tmp_path, max_grad_norm=1.0, **options)
     run(private, 5)
     assert 1.9 < private.epsilon <= 2.0
     (guarantee,) = private.statement().guarantees
@@ -159,7 +155,7 @@ def test_a_loop_states_what_it_releases_and_stops_at_its_budget(tmp_path: Path) 
         assert not list(private.data_loader)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@RANKS
 def test_a_resumed_loop_repeats_an_uninterrupted_one_to_the_bit(tmp_path: Path, rank: int | None) -> None:
     whole = run(loop_of(tmp_path / "whole", rank=rank, model=network()), 8)
     first = loop_of(tmp_path / "loop", rank=rank, model=network())
@@ -192,16 +188,14 @@ def test_batches_of_a_step_add_up(tmp_path: Path) -> None:
 
 
 def test_an_empty_batch_takes_its_noisy_step(tmp_path: Path) -> None:
-    module, _, criterion, loader = parts(batch_size=1)
-    optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI, seed=5)
-    private = private_loop(tmp_path / "loop", (module, optimizer, criterion, loader), max_grad_norm=CLIP)
+    private = loop_of(tmp_path, loader=parts(batch_size=1)[3])
     for batch in private.data_loader:
-        before = flat(module)
-        optimizer.step(losses_of(private), *batch)
+        before = flat(private.module)
+        private.optimizer.step(losses_of(private), *batch)
         if not len(batch[0]):
             break
     assert not len(batch[0])
-    assert (flat(module) - before).abs().max() > 1e-4
+    assert (flat(private.module) - before).abs().max() > 1e-4
 
 
 def test_large_batches_run_in_parts(tmp_path: Path) -> None:
@@ -212,31 +206,23 @@ def test_large_batches_run_in_parts(tmp_path: Path) -> None:
 
 def test_parameters_do_not_tell_in_how_many_parts_a_batch_ran(tmp_path: Path) -> None:
     """Moving them to a side and back rounds them: without steps, they are the same to the bit."""
-    found = []
-    for size in (None, 4):
-        module, _, criterion, loader = parts()
-        given = (module, ZerothOrder(module, lr=0.0, directions=2), criterion, loader)
-        private = private_loop(tmp_path / f"{size}", given, max_grad_norm=CLIP, max_physical_batch_size=size)
-        found.append(run(private, 3))
-    assert torch.equal(*found)
+    loops = [loop_of(tmp_path / f"{size}", lr=0.0, max_physical_batch_size=size) for size in (None, 4)]
+    assert torch.equal(*(run(loop, 3) for loop in loops))
 
 
 def test_rows_of_other_shapes_are_followed(tmp_path: Path) -> None:
     """A module that takes any number of tokens meets a new one in the loop."""
     torch.manual_seed(0)
-    module = Custom(
-        lambda m, x: m.head(m.embed(x).mean(dim=1)), embed=nn.Embedding(9, 6), head=nn.Linear(6, 3)
-    )
+    parts = {"embed": nn.Embedding(9, 6), "head": nn.Linear(6, 3)}
+    module = Custom(lambda m, x: m.head(m.embed(x).mean(dim=1)), **parts)
     data = [(torch.arange(3 + n % 3) % 9, n % 3) for n in range(30)]
 
     def collate(rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
         x = nn.utils.rnn.pad_sequence([row[0] for row in rows], batch_first=True)
         return x, torch.tensor([row[1] for row in rows])
 
-    loader = DataLoader(data, batch_size=2, collate_fn=collate)
-    optimizer = ZerothOrder(module, lr=0.1, directions=2, rank=1)
-    given = (module, optimizer, nn.CrossEntropyLoss(), loader)
-    run(private_loop(tmp_path / "loop", given, max_grad_norm=CLIP), 15)
+    loader = DataLoader(data, batch_size=2, collate_fn=collate)  # type: ignore[arg-type]
+    run(loop_of(tmp_path, rank=1, model=module, loader=loader), 15)
 
 
 # What a loop may not do
@@ -249,17 +235,20 @@ def test_what_is_not_private_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no batch at hand"):
         optimizer.measure(losses, torch.zeros(3, 8), torch.zeros(3, dtype=torch.int64))
     x, y = next(iter(loader))
-    plain = nn.CrossEntropyLoss(reduction="none")
-    with pytest.raises(ValueError, match="must return what the criterion of make_private returned"):
-        optimizer.measure(lambda x, y: plain(module(x), y), x, y)
-    with pytest.raises(ValueError, match="must return what the criterion of make_private returned"):
-        optimizer.measure(lambda x, y: criterion(module(x), y) - criterion(module(x), y).mean(), x, y)
-    with pytest.raises(ValueError, match="must return what the criterion of make_private returned"):
-        optimizer.measure(lambda x, y: criterion(module(x) - module(x).mean(dim=0), y), x, y)
-    with pytest.raises(ValueError, match=f"was given {len(x) - 1} rows"):
-        optimizer.measure(losses, x[1:], y[1:])
-    with pytest.raises(ValueError, match="no row for each of the"):
-        optimizer.measure(lambda x, y: criterion(module(x[:1]), y), x, y)
+    plain, other = (
+        nn.CrossEntropyLoss(reduction="none"),
+        "must return what the criterion of make_private returned",
+    )
+    measured: list[tuple[Losses, Tensor, str]] = [
+        (lambda x, y: plain(module(x), y), x, other),
+        (lambda x, y: criterion(module(x), y) - criterion(module(x), y).mean(), x, other),
+        (lambda x, y: criterion(module(x) - module(x).mean(dim=0), y), x, other),
+        (losses, x[1:], f"was given {len(x) - 1} rows"),
+        (lambda x, y: criterion(module(x[:1]), y), x, "no row for each of the"),
+    ]
+    for own, rows, message in measured:
+        with pytest.raises(ValueError, match=message):
+            optimizer.measure(own, rows, y[-len(rows) :])
     with pytest.raises(RuntimeError, match="gradient that is not private"):
         plain(module(x), y).sum().backward()
     optimizer.step(losses, x, y)
@@ -288,7 +277,7 @@ def test_training_mode_within_a_measured_pass_is_refused(tmp_path: Path) -> None
     private.optimizer.step(losses_of(private), *batch)
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@RANKS
 def test_rows_of_a_filled_batch_in_another_order_are_refused(tmp_path: Path, rank: int | None) -> None:
     """Else a record whose copies fill the batch would count several times."""
     private = loop_of(tmp_path / "loop", rank=rank, fixed_batches=True)
@@ -343,13 +332,10 @@ def test_losses_that_are_not_finite_count_as_the_bound(tmp_path: Path) -> None:
     def broken(outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, targets) / 0.0
 
-    module, _, _, loader = parts()
-    optimizer = ZerothOrder(module, lr=0.1, directions=4, perturbation=PHI)
-    private = private_loop(tmp_path / "loop", (module, optimizer, broken, loader), max_grad_norm=CLIP)
-    assert bool(torch.isfinite(run(private, 3)).all())
+    assert bool(torch.isfinite(run(loop_of(tmp_path, criterion=broken), 3)).all())
 
 
-@pytest.mark.parametrize("rank", [None, 1])
+@RANKS
 def test_a_pass_leaves_nothing_in_the_module(tmp_path: Path, rank: int | None) -> None:
     class Keeping(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -314,7 +314,7 @@ def test_what_outputs_share_is_covered_in_cells(answers: ArgmaxReadout) -> None:
 
 def test_frames_dimmer_than_their_mean_are_covered() -> None:
     """A certificate bounds the mean light from below, and half of all frames are dimmer than that."""
-    rms, steps = 2e-3, 8  # as opusim.calibration.count_law allows for
+    rms, steps = 2e-3, 8  # as opusim.calibration.calibrate allows for
     high = 1.01 * (1 + steps * rms)
     with certified(light_ratio_low=0.99, light_ratio_high=high) as frames:
         whole = shared_range(frames, 4, 0.5)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,21 @@ def table(net: Net, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
     return sweep(
         SPEC, data=records(), test=records(), model=net, folder=tmp_path_factory.mktemp("sweep") / "a", jobs=1
     )
+
+
+def test_a_warning_names_its_run(tmp_path: Path) -> None:
+    class Warning(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            warnings.warn("odd", stacklevel=1)
+            return super().forward(x)
+
+    spec = {"config": {"epochs": 1}, "axes": {"seed": [0, 1]}}
+    with pytest.warns(UserWarning, match=": odd") as caught:
+        found = sweep(
+            spec, data=records(), test=records(), model=Warning(), folder=tmp_path / "sweep", jobs=1
+        )
+    assert (found.frame().status == "done").all()
+    assert {str(one.message) for one in caught} >= {f"runs, seed = {seed}: odd" for seed in (0, 1)}
 
 
 def test_each_run_is_that_of_train_on_a_copy_of_the_model(table: Sweep, net: Net, tmp_path: Path) -> None:

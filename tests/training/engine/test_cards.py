@@ -1,7 +1,6 @@
 """What a run does for a card, without one: late checks, records on the host, names, memory, exchanges."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from opusim.training.networks import clipping
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from opusim.training.zeroth_order.step_log import LOG_FILE
 from opusim.training.zeroth_order.trainer import ZoTrainer
+from tests.support.run_folders import equal
 
 CONFIG: dict[str, Any] = {
     "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16},
@@ -34,10 +34,12 @@ CONFIG: dict[str, Any] = {
 DIVERGES = {"optimizer": {"lr": 9e3}, "model": {"hidden": [8, 8, 8], "activation": "relu"}}
 
 
-def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(1)
+def data(n: int) -> tuple[np.ndarray, np.ndarray]:
     y = np.arange(n) % 3
-    return generator.normal(size=(n, 5)) + 2.0 * y[:, None], y
+    return np.random.default_rng(1).normal(size=(n, 5)) + 2.0 * y[:, None], y
+
+
+DATA, MANY = data(60), data(320)
 
 
 def newest(folder: Path) -> tuple[int, dict[str, Tensor]]:
@@ -63,7 +65,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 def diverged(folder: Path, kind: str) -> str:
     config = {**CONFIG, **DIVERGES, "trainer": {"kind": kind}}
     with pytest.raises(TrainingDiverged) as caught:
-        training.train(config, data=data(320), folder=folder)
+        training.train(config, data=MANY, folder=folder)
     return str(caught.value)
 
 
@@ -88,7 +90,7 @@ def test_planted_fault_a_checkpoint_that_reads_nothing_saves_a_divergence(
     monkeypatch.setattr(checks.LateChecks, "read", lambda self: None)
     config = {**CONFIG, **DIVERGES, "trainer": {"kind": "bp"}, "checkpoint": {"every_steps": 1}}
     with pytest.raises(TrainingDiverged):  # figures of the end
-        training.train(config, data=data(320), folder=tmp_path)
+        training.train(config, data=MANY, folder=tmp_path)
     _, tensors = newest(tmp_path)
     assert not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
 
@@ -105,7 +107,7 @@ def test_a_reading_that_is_refused_late_leaves_the_last_checkpoint(
 
     monkeypatch.setattr(base, "check_reading", check)
     with pytest.raises(DeviceFault, match="returned infinity. Step 6 .*one before it.*step-0+3 are kept"):
-        training.train({**CONFIG, "trainer": {"kind": "pdfa"}}, data=data(320), folder=tmp_path)
+        training.train({**CONFIG, "trainer": {"kind": "pdfa"}}, data=MANY, folder=tmp_path)
     assert newest(tmp_path)[0] == 3
 
 
@@ -137,17 +139,16 @@ def test_records_on_the_host_change_no_run(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = {**CONFIG, "trainer": {"kind": kind}}
-    expected = training.train(config, data=data(), folder=tmp_path / "resident")
+    expected = training.train(config, data=DATA, folder=tmp_path / "resident")
     monkeypatch.setattr(loop, "to_device", on_host)
-    found = training.train(config, data=data(), folder=tmp_path / "host")
+    found = training.train(config, data=DATA, folder=tmp_path / "host")
     assert found.summary == expected.summary
-    ours, theirs = (newest(tmp_path / name)[1] for name in ("host", "resident"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert equal(newest(tmp_path / "host")[1], newest(tmp_path / "resident")[1])
 
 
 def test_records_move_if_they_take_at_most_half_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(CONFIG, ())
-    dataset = plan.load_data(plan.with_own_inputs(config, data()), data())
+    dataset = plan.load_data(plan.with_own_inputs(config, DATA), DATA)
     parts = (dataset.train, dataset.validation)
     size = sum(tensor.nbytes for part in parts for tensor in (part.x, part.y))
     for free, kind in ((2 * size, Split), (2 * size - 1, HostSplit), (None, Split)):
@@ -162,7 +163,7 @@ def test_records_move_if_they_take_at_most_half_of_the_free_memory(monkeypatch: 
     assert cards.to_device(dataset, "cpu") is dataset
 
 
-def failing_at(step: int) -> Callable[..., Any]:
+def fail_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     learn = ClosedForm.learn
 
     def failing(self: ClosedForm, batch: Any) -> Any:
@@ -170,33 +171,32 @@ def failing_at(step: int) -> Callable[..., Any]:
             raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
         return learn(self, batch)
 
-    return failing
+    monkeypatch.setattr(ClosedForm, "learn", failing)
 
 
 def test_a_step_without_memory_names_a_smaller_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIG, "trainer": {"kind": "bp"}}
-    expected = training.train(config, data=data(), folder=tmp_path / "whole")
+    expected = training.train(config, data=DATA, folder=tmp_path / "whole")
     with monkeypatch.context() as failing:
-        failing.setattr(ClosedForm, "learn", failing_at(5))
+        fail_at(5, failing)
         with pytest.raises(CardMemoryError) as caught:
-            training.train(config, data=data(), folder=tmp_path / "run")
+            training.train(config, data=DATA, folder=tmp_path / "run")
     assert str(caught.value) == (
         "step 5: a batch of 14 records does not fit into the memory of cpu; set sampler.batch_size=7 (half of it); "
         "the last checkpoint is kept"
     )
     assert newest(tmp_path / "run")[0] == 4
-    assert training.train(data=data(), folder=tmp_path / "run", resume=True).summary == expected.summary
+    assert training.train(data=DATA, folder=tmp_path / "run", resume=True).summary == expected.summary
 
 
 def test_a_release_run_without_memory_tells_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {
-        **{key: value for key, value in CONFIG.items() if key != "epochs"}, "mode": "release",
-        "data": {"n_classes": 3}, "trainer": {"kind": "bp"}, "sampler": {"scheme": "poisson", "batch_size": 16},
-        "protection": {"kind": "record", "noise_multiplier": 1.0},
+    config = CONFIG | {
+        "mode": "release", "data": {"n_classes": 3}, "trainer": {"kind": "bp"},
+        "sampler": {"scheme": "poisson", "batch_size": 16}, "protection": {"kind": "record", "noise_multiplier": 1.0},
     }  # fmt: skip
-    monkeypatch.setattr(ClosedForm, "learn", failing_at(1))
+    fail_at(1, monkeypatch)
     with pytest.raises(CardMemoryError, match=r"a batch of 16 records .*sampler.batch_size=8 \(half of it\)"):
-        training.train(config, data=data(), folder=tmp_path)
+        training.train(config, data=DATA, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,11 @@ def test_the_batch_that_fits_follows_from_the_allocators_peak(peak: int, batch: 
 
 def test_auto_takes_a_card_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
-        run = training.train({**CONFIG, "torch_device": "auto"}, data=data(), folder=tmp_path)
+        run = training.train({**CONFIG, "torch_device": "auto"}, data=DATA, folder=tmp_path)
         assert run.config.torch_device == "cpu"
         assert json.loads((tmp_path / "config.json").read_text())["config"]["torch_device"] == "cpu"
-        assert cards.place_text("auto") == (
-            "trains on the processor, since torch finds no card, as torch_device = 'auto' chose"
-        )
+        told = "trains on the processor, since torch finds no card, as torch_device = 'auto' chose"
+        assert cards.place_text("auto") == told
         assert cards.place_text("cpu") is None
     facts = SimpleNamespace(name="A card", total_memory=80 * 2**30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -262,15 +261,14 @@ def test_scalars_of_zeroth_order_steps_that_are_read_late_give_the_same_run_and_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: type
 ) -> None:
     config = {**CONFIG, "trainer": {"kind": "zo", "directions": 2}}
-    expected = training.train(config, data=data(), folder=tmp_path / "at once")
+    expected = training.train(config, data=DATA, folder=tmp_path / "at once")
     monkeypatch.setattr(ZoTrainer, "_reads_late", lambda self, found: True)
     with pytest.raises(KeyboardInterrupt):  # the steps behind the last checkpoint were not logged
-        training.train(config, data=data(), folder=tmp_path / "late", watcher=stop_at(5))
-    found = training.train(data=data(), folder=tmp_path / "late", resume=True)
+        training.train(config, data=DATA, folder=tmp_path / "late", watcher=stop_at(5))
+    found = training.train(data=DATA, folder=tmp_path / "late", resume=True)
     assert found.summary == expected.summary
     assert (tmp_path / "late" / LOG_FILE).read_bytes() == (tmp_path / "at once" / LOG_FILE).read_bytes()
-    ours, theirs = (newest(tmp_path / name)[1] for name in ("late", "at once"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert equal(newest(tmp_path / "late")[1], newest(tmp_path / "at once")[1])
 
 
 def test_sums_without_float64_are_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,16 +15,10 @@ from opusim.errors import DeviceError, NoiseBelowCertificate
 from opusim.training.config.run import RunConfig
 from opusim.training.engine.loop import Engine
 from opusim.training.errors import TrainingDiverged
-from tests.training.engine.test_certified_runs import (
-    OUTPUTS,
-    SIGMA,
-    DrawingBench,
-    certify,
-    config,
-    description_file,
-    train,
-)
+from tests.training.engine import test_certified_runs as runs
 
+OUTPUTS, SIGMA = runs.OUTPUTS, runs.SIGMA
+Stds = Callable[[bool], torch.Tensor]
 FALL = 23
 """Step at which the noise changes."""
 
@@ -33,11 +27,11 @@ class Killed(BaseException):
     """Stands for a signal that ends the process: no handler of the engine runs."""
 
 
-class Uneven(DrawingBench):
+class Uneven(runs.DrawingBench):
     """A device whose outputs have noise of their own, which changes during the run."""
 
     can: ClassVar = frozenset({"project", "draw", "matrix"})
-    stds: ClassVar[Callable[[bool], torch.Tensor]]
+    stds: ClassVar[Stds]
     begins: ClassVar[int] = FALL
     step = 0
 
@@ -53,8 +47,12 @@ class Uneven(DrawingBench):
         super()._seek(step)
 
 
-def even(changed: bool, factor: float) -> torch.Tensor:
-    return torch.full((OUTPUTS,), SIGMA * (factor if changed else 1.0))
+def even(factor: float, *, always: bool = False) -> Stds:
+    """Every output has the certified noise, times a factor after the change."""
+    return lambda changed: torch.full((OUTPUTS,), SIGMA * (factor if changed or always else 1.0))
+
+
+sound, weak, always_weak = even(1.0), even(0.5), even(0.5, always=True)
 
 
 def halves(changed: bool) -> torch.Tensor:
@@ -63,21 +61,9 @@ def halves(changed: bool) -> torch.Tensor:
 
 
 def one_silent(changed: bool) -> torch.Tensor:
-    stds = even(changed, 1.0)
+    stds = sound(changed)
     stds[0] = 0.0 if changed else SIGMA
     return stds
-
-
-def weak(changed: bool) -> torch.Tensor:
-    return even(changed, 0.5)
-
-
-def always_weak(changed: bool) -> torch.Tensor:
-    return even(True, 0.5)
-
-
-def sound(changed: bool) -> torch.Tensor:
-    return even(changed, 1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -86,18 +72,18 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Uneven, "stds", staticmethod(sound), raising=False)
 
 
-def become(monkeypatch: pytest.MonkeyPatch, stds: Callable[[bool], torch.Tensor], begins: int = FALL) -> None:
+def become(monkeypatch: pytest.MonkeyPatch, stds: Stds, begins: int = FALL) -> None:
     monkeypatch.setattr(Uneven, "stds", staticmethod(stds))
     monkeypatch.setattr(Uneven, "begins", begins)
 
 
 def configured(folder: Path, *, every_steps: int, **changes: Any) -> dict[str, Any]:
-    file = description_file(folder, "drawing_bench", every_steps=every_steps)
+    file = runs.description_file(folder, "drawing_bench", every_steps=every_steps)
     file.write_text(file.read_text().replace('kind = "drawing_bench"', 'kind = "uneven"'))
-    return config(file, certify(folder, file), **changes)
+    return runs.config(file, runs.certify(folder, file), **changes)
 
 
-def stopped_after(monkeypatch: pytest.MonkeyPatch, steps: int, error: BaseException) -> None:
+def stop_at_step(monkeypatch: pytest.MonkeyPatch, steps: int, error: BaseException) -> None:
     advance = Engine._advance
 
     def step(engine: Engine) -> None:
@@ -119,13 +105,12 @@ def alarms(folder: Path) -> list[tuple[int, int, bool]]:
         (one_silent, 1, (23, 22, False)),
     ],
 )
-def test_each_output_keeps_to_the_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stds: Callable[[bool], torch.Tensor], every_steps: int,
-    expected: tuple[int, int, bool],
-) -> None:  # fmt: skip
+def test_each_output_is_checked(
+    tmp_path: Path, monkeypatch: Any, stds: Stds, every_steps: int, expected: Any
+) -> None:
     become(monkeypatch, stds)
     with pytest.raises(DeviceError, match=f"weaker than certified from step {expected[1]} on"):
-        train(configured(tmp_path, every_steps=every_steps), folder=tmp_path / "run")
+        runs.train(configured(tmp_path, every_steps=every_steps), folder=tmp_path / "run")
     assert alarms(tmp_path / "run") == [expected]
     rest, early = read_ledger(tmp_path / "run").guarantees()
     assert (rest.status, early.status) == (Status.NONE, Status.PROVEN_UNDER_DEVICE_MODEL)
@@ -133,39 +118,36 @@ def test_each_output_keeps_to_the_certificate(
 
 
 @pytest.mark.parametrize(("mode", "every_steps"), [("release", 30), ("experiment", 10)])
-def test_a_killed_run_keeps_no_step_on_trust(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, every_steps: int
-) -> None:
+def test_a_killed_run_trusts_no_step(tmp_path: Path, monkeypatch: Any, mode: str, every_steps: int) -> None:
     """The noise falls at step 23, a kill comes at 28: the run goes back to step 20, which was checked."""
     become(monkeypatch, weak)
     with monkeypatch.context() as patch:
-        stopped_after(patch, 28, Killed())
+        stop_at_step(patch, 28, Killed())
         chosen = configured(tmp_path, every_steps=every_steps, mode=mode, checkpoint={"every_steps": 20})
         with pytest.raises(Killed):
-            train(chosen, folder=tmp_path / "run")
+            runs.train(chosen, folder=tmp_path / "run")
     become(monkeypatch, always_weak)
     with pytest.raises(NoiseBelowCertificate, match="calibrate it again"):
-        train(folder=tmp_path / "run", resume=True)
+        runs.train(folder=tmp_path / "run", resume=True)
     assert alarms(tmp_path / "run") == []
     become(monkeypatch, sound)
-    run = train(folder=tmp_path / "run", resume=True)
+    run = runs.train(folder=tmp_path / "run", resume=True)
     assert run.summary is not None
-    assert {one.status for one in read_ledger(tmp_path / "run").guarantees()} == {
-        Status.PROVEN_UNDER_DEVICE_MODEL
-    }
+    statuses = {one.status for one in read_ledger(tmp_path / "run").guarantees()}
+    assert statuses == {Status.PROVEN_UNDER_DEVICE_MODEL}
 
 
 def test_labels_that_no_check_followed_are_in_doubt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = configured(tmp_path, every_steps=10)
     chosen["protection"] = {"kind": "label-readout", "epsilon": 2.0, "noise": "device"}
     with monkeypatch.context() as patch:
-        stopped_after(patch, 0, Killed())
+        stop_at_step(patch, 0, Killed())
         with pytest.raises(Killed):
-            train(chosen, folder=tmp_path / "run")
+            runs.train(chosen, folder=tmp_path / "run")
     assert read_ledger(tmp_path / "run").guarantees()[0].is_proven
     become(monkeypatch, always_weak)
     with pytest.raises(NoiseBelowCertificate):
-        train(folder=tmp_path / "run", resume=True)
+        runs.train(folder=tmp_path / "run", resume=True)
     assert alarms(tmp_path / "run") == [(0, -1, False)]
     (found,) = read_ledger(tmp_path / "run").guarantees()
     assert found.status is Status.NONE
@@ -176,18 +158,16 @@ def spent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def diverged(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped_after(monkeypatch, 18, TrainingDiverged("loss is nan, so the training diverged"))
+    stop_at_step(monkeypatch, 18, TrainingDiverged("loss is nan, so the training diverged"))
 
 
 @pytest.mark.parametrize("end", [spent, diverged])
-def test_every_end_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[pytest.MonkeyPatch], None]
-) -> None:
+def test_every_end_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable) -> None:
     become(monkeypatch, weak, begins=1)
     chosen = configured(tmp_path, every_steps=1000)
     end(monkeypatch)
     with pytest.raises(NoiseBelowCertificate, match="weaker than certified from step 0 on"):
-        train(chosen, folder=tmp_path / "run")
+        runs.train(chosen, folder=tmp_path / "run")
     ((step, since, covered),) = alarms(tmp_path / "run")
     assert (since, covered) == (0, False)
     assert 1 < step < 40

@@ -26,8 +26,7 @@ from opusim.randomness.streams import noise_stream
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from opusim.training import train as trained
 from opusim.training.config.run import load_config
-from opusim.training.engine.loop import Engine
-from opusim.training.errors import RunFolderError, RunInterrupted
+from opusim.training.errors import RunFolderError
 from opusim.training.protections.base import creditable_law
 from opusim.training.runs.listing import list_runs
 from opusim.training.runs.run import Run, load_run
@@ -89,21 +88,19 @@ def _registered() -> Iterator[None]:
 
 
 def description_file(
-    folder: Path, kind: str, *, every_steps: int = 1, fault: str | None = None, amount: float = 1.0
+    folder: Path, kind: str, *, every_steps: int = 1, fault: Any = None, amount: Any = 1
 ) -> Path:
     """A description as TOML; a fault begins at step 23."""
     text = (Path(__file__).parents[3] / "hw_configs" / "gaussian.toml").read_text()
     text = text.replace('name = "gaussian"\nkind = "gaussian"', f'name = "mine"\nkind = "{kind}"')
     text = text.replace("sigma = 0.1", f"sigma = {SIGMA}")
     if kind == "drawing_bench":
-        text = "\n".join(
-            line for line in text.splitlines() if not line.startswith(("sigma", '"noise', "[noise]"))
-        )
+        left_out = ("sigma", '"noise', "[noise]")
+        text = "\n".join(line for line in text.splitlines() if not line.startswith(left_out))
     if kind == KIND:
         options = f'[options]\nkind = "gaussian"\nfault = "{fault}"\nat_step = 23\namount = {amount}\n'
-        rows = "".join(
-            f'"options.{key}" = {{ status = "assumed", source = "test" }}\n' for key in ("at_step", "amount")
-        )
+        row = '"options.{}" = {{ status = "assumed", source = "test" }}\n'.format
+        rows = row("at_step") + row("amount")
         text = text.replace("[provenance]\n", f"{options}\n[provenance]\n{rows}")
     text = text.replace("[provenance]\n", f"[monitor]\nevery_steps = {every_steps}\n[provenance]\n")
     file = folder / f"{kind}.toml"
@@ -115,10 +112,9 @@ def certify(folder: Path, name: Path | str, **changes: Any) -> Path:
     """A certificate of a device, as a calibration would write it, of 99 % of the noise that is there."""
     description = load_description(name)
     law, remarks = GaussianLaw(std=0.99 * SIGMA), ["outputs are independent"]
-    facts = {
-        "n_inputs": 10, "n_outputs": OUTPUTS, "date": TODAY.isoformat(), "beta": BETA, "remarks": remarks,
-    }  # fmt: skip
-    made = certificate_of(description, law, **facts)
+    made = certificate_of(
+        description, law, n_inputs=10, n_outputs=OUTPUTS, date=TODAY.isoformat(), beta=BETA, remarks=remarks
+    )
     path = folder / "certificate.toml"
     made.model_copy(update=changes).write(path)
     return path
@@ -135,6 +131,12 @@ def config(name: Path | str, certificate: Path | None, **changes: Any) -> dict[s
     for name, values in changes.items():
         base[name] = {**base.get(name, {}), **values} if isinstance(values, dict) else values
     return base
+
+
+def certified(folder: Path, *, every_steps: int = 1, certificate: Any = None, **changes: Any) -> dict:
+    """The configuration of a run on a Gaussian device under a certificate, with changes of both."""
+    device = description_file(folder, "gaussian", every_steps=every_steps)
+    return config(device, certify(folder, device, **certificate or {}), **changes)
 
 
 @pytest.mark.parametrize("mode", [pytest.param("experiment", marks=pytest.mark.slow), "release"])
@@ -165,9 +167,8 @@ def test_a_third_partys_device_gets_a_statement(tmp_path: Path, mode: str) -> No
 
 
 def test_the_checks_of_a_certified_run_are_told_before_it_starts(tmp_path: Path) -> None:
-    device = description_file(tmp_path, "gaussian", every_steps=2)
     whole = {"sampling_probability": 1.0}  # so that no batch is random
-    run = train(config(device, certify(tmp_path, device), sampler=whole, epochs=3), folder=tmp_path / "run")
+    run = train(certified(tmp_path, every_steps=2, sampler=whole, epochs=3), folder=tmp_path / "run")
     assert run.facts["expected"]["frames"] == run.summary["frames"]
 
 
@@ -175,9 +176,8 @@ def test_the_credited_noise_is_the_certified_one(tmp_path: Path) -> None:
     """Readings divided by the certified deviation have at least a deviation of 1; here 1 / 0.99."""
     device = description_file(tmp_path, "gaussian")
     certificate = certify(tmp_path, device)
-    with open_described(
-        load_description(device), n_inputs=3, n_outputs=OUTPUTS, certificate=certificate
-    ) as opened:
+    window = {"n_inputs": 3, "n_outputs": OUTPUTS}
+    with open_described(load_description(device), **window, certificate=certificate) as opened:
         law = creditable_law(opened, credit={"beta": BETA})
         assert law.min_std == 0.99 * SIGMA
         with pytest.raises(ConfigError, match=r"beta = 1e-07 is not the one that the guarantee counts \(0\)"):
@@ -186,23 +186,14 @@ def test_the_credited_noise_is_the_certified_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_a_resumed_run_spends_beta_once_and_keeps_its_certificate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    tmp_path: Path, mode: str, stop_at: Any
 ) -> None:
     device = description_file(tmp_path, "gaussian")
     certificate = certify(tmp_path, device)
     folder = tmp_path / "run"
-    advance, done = Engine._advance, []
-
-    def interrupted(engine: Engine) -> None:
-        advance(engine)
-        done.append(1)
-        if len(done) == 5:
-            raise RunInterrupted("enough")
-
-    monkeypatch.setattr(Engine, "_advance", interrupted)
-    with pytest.raises(RunInterrupted):
-        train(config(device, certificate, mode=mode, checkpoint={"every_steps": 5}), folder=folder)
-    monkeypatch.undo()
+    begun = config(device, certificate, mode=mode, checkpoint={"every_steps": 5})
+    with pytest.raises(KeyboardInterrupt):
+        train(begun, folder=folder, watcher=stop_at(5))
     kept = certificate.read_bytes()
     certify(tmp_path, device, frames=2000)
     with pytest.raises(RunFolderError, match="started under the certificate of .* now holds another"):
@@ -239,22 +230,16 @@ def stale(days: int) -> str:
         ({"beta": 1e-5}, "leaves nothing of protection.delta = 1e-05; calibrate with --beta 1e-06"),
     ],
 )  # fmt: skip
-def test_a_certificate_that_does_not_fit_is_refused_in_one_line(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    device = description_file(tmp_path, "gaussian")
-    certificate = certify(tmp_path, device, **changes)
+def test_a_certificate_that_does_not_fit_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        train(config(device, certificate), folder=tmp_path / "run")
+        train(certified(tmp_path, certificate=changes), folder=tmp_path / "run")
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
 
 
 def test_an_older_certificate_is_used_if_its_age_is_allowed(tmp_path: Path) -> None:
-    device = description_file(tmp_path, "gaussian")
-    certificate = certify(tmp_path, device, date=stale(40))
-    chosen = {"certificate_days": 60}
-    run = train(config(device, certificate, device=chosen, epochs=1), folder=tmp_path / "run")
+    old = certified(tmp_path, certificate={"date": stale(40)}, device={"certificate_days": 60}, epochs=1)
+    run = train(old, folder=tmp_path / "run")
     assert "40 days old when first used" in " ".join(one.text for one in run.guarantees[0].assumptions)
 
 
@@ -267,9 +252,8 @@ def test_an_older_certificate_is_used_if_its_age_is_allowed(tmp_path: Path) -> N
     ],
 )
 def test_a_key_without_effect_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    device = description_file(tmp_path, "gaussian")
     with pytest.raises(ConfigError, match=message):
-        train(config(device, certify(tmp_path, device), **changes), folder=tmp_path / "run")
+        train(certified(tmp_path, **changes), folder=tmp_path / "run")
 
 
 def broken(
@@ -287,7 +271,7 @@ def broken(
 
 @pytest.mark.parametrize(("every_steps", "stop", "since"), [(1, 23, 22), (10, 30, 20)])
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_tenth_less_noise_stops_the_run_before_the_next_step(
+def test_a_tenth_less_noise_ends_a_run(
     tmp_path: Path, every_steps: int, stop: int, since: int, mode: str
 ) -> None:
     with pytest.raises(NoiseBelowCertificate, match=f"weaker than certified from step {since} on; see what"):
@@ -339,10 +323,9 @@ def test_weak_noise_after_the_last_check_is_found_at_the_end(tmp_path: Path) -> 
 
 
 def test_a_device_weaker_than_its_certificate_does_not_open(tmp_path: Path) -> None:
-    device = description_file(tmp_path, "gaussian")
-    certificate = certify(tmp_path, device, noise=GaussianLaw(std=SIGMA / 0.9))
+    weak = certified(tmp_path, certificate={"noise": GaussianLaw(std=SIGMA / 0.9)})
     with pytest.raises(NoiseBelowCertificate, match="stop private work and calibrate it again"):
-        train(config(device, certificate), folder=tmp_path / "run")
+        train(weak, folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
@@ -357,28 +340,22 @@ def test_a_device_weaker_than_its_certificate_does_not_open(tmp_path: Path) -> N
     ],
     ids=lambda one: one["kind"],
 )
-def test_every_mechanism_of_device_noise_counts_the_certificate(
-    tmp_path: Path, trainer: dict[str, Any], protection: dict[str, Any]
-) -> None:
-    device = description_file(tmp_path, "gaussian", every_steps=5)
-    certificate = certify(tmp_path, device, n_outputs=10_000)
-    chosen = config(device, certificate, epochs=1)
+def test_every_mechanism_counts_the_certificate(tmp_path: Path, trainer: Any, protection: dict) -> None:
+    chosen = certified(tmp_path, every_steps=5, certificate={"n_outputs": 10_000}, epochs=1)
     chosen |= {"trainer": trainer, "protection": protection}
     if trainer["kind"] == "convex":
         del chosen["model"]
     run = train(chosen, folder=tmp_path / "run")
     content = read_ledger(run.folder.path)
-    assert {(one.beta, one.certificate) for one in content.mechanisms} == {  # type: ignore[attr-defined]
-        (BETA, content.certificates[0].digest)
-    }
+    paid = {(one.beta, one.certificate) for one in content.mechanisms}  # type: ignore[attr-defined]
+    assert paid == {(BETA, content.certificates[0].digest)}
     assert run.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert run.guarantees[0].epsilon <= protection.get("epsilon", 30.0)
 
 
 def test_beta_at_delta_is_no_guarantee(tmp_path: Path) -> None:
     """The refusal before the run is not the only one: the accounting itself states nothing."""
-    device = description_file(tmp_path, "gaussian")
-    run = train(config(device, certify(tmp_path, device), epochs=1), folder=tmp_path / "run")
+    run = train(certified(tmp_path, epochs=1), folder=tmp_path / "run")
     (found,) = run.folder.read_ledger().guarantees(delta=BETA)
     assert found.status is Status.NONE
     with pytest.raises(NoGuarantee):
@@ -387,9 +364,8 @@ def test_beta_at_delta_is_no_guarantee(tmp_path: Path) -> None:
 
 def test_a_search_takes_no_certificate_yet(tmp_path: Path) -> None:
     chosen = {
-        "trainer": {"kind": "convex"},
-        "protection": {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"},
+        "trainer": {"kind": "convex"}, "protection": {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"},
         "device": {"name": "gaussian", "certificate": "mine.toml"},
-    }
+    }  # fmt: skip
     with pytest.raises(ConfigError, match=r"device\.certificate: is not for a search yet"):
         Search(load_config(chosen), {"trainer.clip": ["0.5"]}, mean=3.0, folder=tmp_path / "search")

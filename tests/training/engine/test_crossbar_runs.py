@@ -11,28 +11,29 @@ from torch import nn
 
 import opusim
 from opusim import training
-from opusim.errors import CapabilityMissing, ConfigError
+from opusim.errors import CapabilityMissing
 from opusim.training.cli import runs as commands
 from opusim.training.errors import RunFolderError
 from opusim.training.networks.network import jacobian_of
-from opusim.training.runs.checkpoints import (
-    Checkpoint,
-    hold_on_devices,
-    layers_on_devices,
-    list_checkpoints,
-    read_checkpoint,
-)
+from opusim.training.runs import checkpoints
 from opusim.training.runs.run import evaluate_run, load_run
 from tests.support.command import opusim as run_command
+from tests.support.record_models import Custom
 
-CONFIG: dict[str, Any] = {"epochs": 20, "threads": 1, "data": {"name": "digits"}, "model": {"hidden": [32]}}
+DIGITS: dict[str, Any] = {"epochs": 1, "threads": 1, "data": {"name": "digits"}}
+CROSSBAR = {**DIGITS, "model": {"hidden": [32]}, "trainer": {"kind": "pdfa"}, "device": {"name": "pcm"}}
+
+
+def small(width: int = 16) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, width), nn.Tanh(), nn.Linear(width, 10))
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of photonic DFA whose projector is a crossbar of phase-change memory."""
     path = tmp_path_factory.mktemp("crossbar") / "run"
-    training.train({**CONFIG, "trainer": {"kind": "pdfa"}, "device": {"name": "pcm"}}, folder=path)
+    training.train(CROSSBAR | {"epochs": 20}, folder=path)
     return path
 
 
@@ -40,21 +41,9 @@ def test_photonic_dfa_learns_on_a_crossbar(run: Path, tmp_path: Path) -> None:
     found = load_run(run)
     assert found.summary["test_accuracy"] > 0.85
     assert found.facts["device"]["name"] == "pcm"
-    config = {**CONFIG, "epochs": 1, "trainer": {"kind": "pdfa"}, "device": {"name": "pcm"}}
-    one, other = (training.train(config, folder=tmp_path / name) for name in ("one", "other"))
+    one, other = (training.train(CROSSBAR, folder=tmp_path / name) for name in ("one", "other"))
     pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)  # noise and programming are replayed
-
-
-def test_protection_by_the_noise_of_a_crossbar_is_refused(tmp_path: Path) -> None:
-    config = {
-        **CONFIG,
-        "trainer": {"kind": "pdfa"},
-        "device": {"name": "pcm"},
-        "protection": {"kind": "label-amplified", "noise": "device", "epsilon": 3.0},
-    }
-    with pytest.raises(ConfigError, match="'device' credits the noise of device 'pcm'.*takes a Gaussian law"):
-        training.train(config, folder=tmp_path)
 
 
 def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
@@ -64,21 +53,18 @@ def test_a_model_is_evaluated_on_a_device_over_time(run: Path) -> None:
     assert figures[0]["loss"] != evaluate_run(run, device="pcm", after_s=1.0, seed=2)["loss"]
     assert digital - 0.1 < figures[0]["accuracy"] < 1
     assert figures[1]["loss"] != figures[0]["loss"]
-    with pytest.raises(ValueError, match="after_s = 1: only a device drifts"):
-        evaluate_run(run, after_s=1.0)
-    with pytest.raises(ValueError, match="seed = 1: only a device has chips"):
-        evaluate_run(run, seed=1)
+    for given, message in ({"after_s": 1.0}, "a device drifts"), ({"seed": 1}, "a device has chips"):
+        with pytest.raises(ValueError, match=f"{next(iter(given))} = 1: only {message}"):
+            evaluate_run(run, **given)
     with pytest.raises(CapabilityMissing, match="lacks the capability 'program'"):
         evaluate_run(run, device="gaussian")
     refused = run_command("evaluate", run.name, "--device", "gaussian", cwd=run.parent)
     assert refused.returncode == 2, refused.stderr  # 3 says that a device failed
-    assert (
-        "lacks the capability 'program'; hermes, microring_bank, mzi_mesh, pcm, reram can" in refused.stderr
-    )
+    assert "lacks the capability 'program'; hermes, " in refused.stderr
 
 
 def test_a_noise_aware_network_is_trained_with_its_noise_and_evaluated_on_a_device(tmp_path: Path) -> None:
-    config = {"epochs": 2, "threads": 1, "data": {"name": "digits"}, "trainer": {"kind": "bp"}}
+    config = DIGITS | {"epochs": 2, "trainer": {"kind": "bp"}}
     weights = []
     for noise in (0.0, 0.2):
         torch.manual_seed(1)
@@ -91,28 +77,20 @@ def test_a_noise_aware_network_is_trained_with_its_noise_and_evaluated_on_a_devi
     assert not torch.allclose(*weights, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "step"),
-    [
-        ({"kind": "ulr", "copies": 8, "sigma": 0.3}, 0.02),
-        ({"kind": "zo", "perturbation": 0.1, "directions": 2}, 0.0),
-    ],
-)
-def test_forward_passes_train_a_network_in_place(
-    trainer: dict[str, Any], step: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("trainer", "step"), [
+    ({"kind": "ulr", "copies": 8, "sigma": 0.3}, 0.02),
+    ({"kind": "zo", "perturbation": 0.1, "directions": 2}, 0.0),
+])  # fmt: skip
+def test_forward_passes_train_in_place(trainer: dict[str, Any], step: float, tmp_path: Path) -> None:
     """The run's weights reach the device; without a programming step they would not, and nothing is learnt."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-    figures, programmings = [], []
-    config = {"epochs": 6, "threads": 1, "data": {"name": "digits"}, "trainer": trainer}
-    rate = {"optimizer": {"lr": 0.05}} if trainer["kind"] == "zo" else {}
+    model, figures, programmings = small(32), [], []
+    config = DIGITS | {"epochs": 6, "trainer": trainer}
+    if trainer["kind"] == "zo":
+        config["optimizer"] = {"lr": 0.05}
     for given in (step, None):
         with opusim.convert(model, "reram", seed=1, programming_step=given) as analog:
-            found = training.train(
-                {**config, **rate}, model=analog.model, folder=tmp_path / str(given)
-            ).summary
-            figures.append(found["test_accuracy"])
+            run = training.train(config, model=analog.model, folder=tmp_path / str(given))
+            figures.append(run.summary["test_accuracy"])
             programmings.append(analog.usage.programmings)
     assert figures[0] - figures[1] > 5 * (2 * 0.25 / 359) ** 0.5
     assert programmings[0] > 10
@@ -127,20 +105,11 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("kind", [*IN_PLACE, pytest.param("without", id="planted fault")])
-def test_a_resumed_run_in_place_equals_an_undisturbed_one(
-    kind: str, tmp_path: Path, stop_at: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_in_place_resumes_to_the_bit(kind: str, tmp_path: Path, stop_at: Any, monkeypatch: Any) -> None:
     """Resumed on chips that the new process opened: conductances, scales and noise are those of before, to the bit."""
     trainer, step = IN_PLACE["ulr" if kind == "without" else kind]
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
-    config = {
-        "epochs": 1,
-        "threads": 1,
-        "data": {"name": "digits"},
-        "trainer": trainer,
-        "checkpoint": {"every_steps": 3},
-    }
+    model = small()
+    config = DIGITS | {"trainer": trainer, "checkpoint": {"every_steps": 3}}
 
     def end_of(folder: str, **options: Any) -> tuple[list[torch.Tensor], Any]:
         with opusim.convert(model, "pcm", seed=1, programming_step=step) as analog:
@@ -166,51 +135,31 @@ def test_a_resumed_run_in_place_equals_an_undisturbed_one(
 
 def test_a_run_in_place_resumes_in_release(tmp_path: Path, stop_at: type) -> None:
     """The conductances are those of before, and the noise of products is fresh."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
+    model = small()
     trainer, step = IN_PLACE["ulr"]
-    config = {"epochs": 1, "threads": 1, "data": {"name": "digits"}, "trainer": trainer}
-    held: list[torch.Tensor] = []
+    config = DIGITS | {"trainer": trainer, "checkpoint": {"every_steps": 4}}
     with opusim.convert(model, "pcm", seed=1, mode="release", programming_step=step) as analog:
         with pytest.raises(KeyboardInterrupt):
-            training.train(
-                config | {"checkpoint": {"every_steps": 4}},
-                model=analog.model,
-                folder=tmp_path,
-                watcher=stop_at(4),
-            )
+            training.train(config, model=analog.model, folder=tmp_path, watcher=stop_at(4))
         held = [layer.device.require("matrix").matrix() for layer in analog.layers]
     with opusim.convert(model, "pcm", seed=1, mode="release", programming_step=step) as analog:
         saved = newest(tmp_path)
         assert [key for key in saved.tensors if "elapsed_s" in key]
         assert not [key for key in saved.tensors if "position" in key]  # of noise that could be rebuilt
-        hold_on_devices(
-            analog.model, {name: saved.named(f"device.{name}.") for name in layers_on_devices(analog.model)}
-        )
+        layers = checkpoints.layers_on_devices(analog.model)
+        states = {name: saved.named(f"device.{name}.") for name in layers}
+        checkpoints.hold_on_devices(analog.model, states)
         found = [layer.device.require("matrix").matrix() for layer in analog.layers]
     assert all(torch.equal(*pair) for pair in zip(held, found, strict=True))
-    with (
-        opusim.convert(model, "pcm", seed=2, mode="release") as other,
-        pytest.raises(RunFolderError, match="layer '0' cannot resume: .*medium.seed: is that of another"),
-    ):
+    refused = pytest.raises(RunFolderError, match="'0' cannot resume: .*medium.seed: is that of another")
+    with opusim.convert(model, "pcm", seed=2, mode="release") as other, refused:
         training.train(folder=tmp_path, resume=True, model=other.model)
 
 
-class OwnNetwork(nn.Module):
-    """A module that opusim knows only by its class and its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.last(self.first(x).tanh())
-        return scores
-
-
 def test_a_run_in_place_does_not_resume_without_devices(tmp_path: Path, stop_at: type) -> None:
-    model = OwnNetwork()
-    config = {"epochs": 1, "threads": 1, "data": {"name": "digits"}, "trainer": {"kind": "zo"}}
+    layers = {"first": nn.Linear(64, 16), "last": nn.Linear(16, 10)}  # of a class that opusim does not know
+    model = Custom(lambda m, x: m.last(m.first(x).tanh()), **layers)
+    config = DIGITS | {"trainer": {"kind": "zo"}}
     with opusim.convert(model, "reram", programming_step=0.1) as analog, pytest.raises(KeyboardInterrupt):
         training.train(config, model=analog.model, folder=tmp_path, watcher=stop_at(2))
     with pytest.raises(RunFolderError, match="layer 'first' ran on a device, and is digital in the model"):
@@ -219,20 +168,10 @@ def test_a_run_in_place_does_not_resume_without_devices(tmp_path: Path, stop_at:
 
 def test_a_release_run_takes_only_devices_whose_noise_cannot_be_rebuilt(tmp_path: Path) -> None:
     """The checkpoint of a run on other devices would hold how far noise was drawn from a seed."""
-    model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10))
-    protection = {"kind": "record", "epsilon": 3.0, "clip_norm": 1.0}
-    config = {
-        "mode": "release",
-        "epochs": 1,
-        "threads": 1,
-        "data": {"name": "digits"},
-        "trainer": {"kind": "zo"},
-        "protection": protection,
-    }
-    with (
-        opusim.convert(model, "reram", seed=1) as analog,
-        pytest.raises(ValueError, match="layer '0' reads device 'reram' in mode = 'experiment'"),
-    ):
+    model, protection = small(), {"kind": "record", "epsilon": 3.0, "clip_norm": 1.0}
+    config = DIGITS | {"mode": "release", "trainer": {"kind": "zo"}, "protection": protection}
+    refused = pytest.raises(ValueError, match="layer '0' reads device 'reram' in mode = 'experiment'")
+    with opusim.convert(model, "reram", seed=1) as analog, refused:
         training.train(config, model=analog.model, folder=tmp_path / "experiment")
     assert not (tmp_path / "experiment").exists()
     with opusim.convert(model, "reram", seed=1, mode="release") as analog:
@@ -240,8 +179,8 @@ def test_a_release_run_takes_only_devices_whose_noise_cannot_be_rebuilt(tmp_path
     assert not [key for key in newest(tmp_path / "release").tensors if "position" in key]
 
 
-def newest(folder: Path) -> Checkpoint:
-    return read_checkpoint(list_checkpoints(folder / "checkpoints")[-1])
+def newest(folder: Path) -> checkpoints.Checkpoint:
+    return checkpoints.read_checkpoint(checkpoints.list_checkpoints(folder / "checkpoints")[-1])
 
 
 def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
@@ -261,9 +200,7 @@ def test_a_layer_on_a_device_has_the_gradients_of_its_digital_one() -> None:
             assert analog.usage.frames == frames
 
 
-def test_evaluation_on_a_device_names_what_stays_digital(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_on_a_device_names_what_stays_digital(tmp_path: Path, capsys: Any) -> None:
     x, y = np.random.default_rng(1).normal(size=(90, 4)).astype(np.float32), np.arange(90) % 2
     np.savez(tmp_path / "test.npz", x=x, y=y)
     config = {"epochs": 1, "model": {"name": "gru", "options": {"width": 3}}, "trainer": {"kind": "bp"}}
@@ -274,11 +211,11 @@ def test_evaluation_on_a_device_names_what_stays_digital(
     assert "No device takes blocks.0.gru, blocks.1.gru: digital in this figure." in capsys.readouterr().out
 
 
-def test_the_command_evaluates_on_a_device(run: Path) -> None:
-    result = run_command("evaluate", str(run), "--device", "reram", "--after", "1h", "--json", cwd=run.parent)
-    assert '"accuracy"' in result.stdout
-    result = run_command("evaluate", str(run), "--device", "reram", "--after", "1h", cwd=run.parent)
-    assert "records of digits on reram, 1h after programming: accuracy" in result.stdout
-    refused = run_command("evaluate", str(run), "--device", "reram", "--after", "soon", cwd=run.parent)
-    assert refused.returncode == 2
-    assert "'soon': must be like 1s, 30min, 1h, 1d or 1y" in refused.stderr
+@pytest.mark.parametrize(("options", "code", "said"), [
+    (["--after", "1h", "--json"], 0, '"accuracy"'),
+    (["--after", "1h"], 0, "records of digits on reram, 1h after programming: accuracy"),
+    (["--after", "soon"], 2, "'soon': must be like 1s, 30min, 1h, 1d or 1y"),
+])  # fmt: skip
+def test_the_command_evaluates_on_a_device(run: Path, options: list[str], code: int, said: str) -> None:
+    result = run_command("evaluate", str(run), "--device", "reram", *options, cwd=run.parent)
+    assert (result.returncode, said in result.stdout + result.stderr) == (code, True)

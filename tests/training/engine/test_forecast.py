@@ -56,62 +56,47 @@ def protected(kind: str = "record", **keys: Any) -> dict[str, Any]:
 
 def configuration(kind: str, **sections: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
-        "epochs": 2,
-        "threads": 1,
-        "data": {"validation_fraction": 0.25, "n_classes": CLASSES},
-        "device": {"name": "gaussian", "noise": {"sigma": 1.0}},
-    }
+        "epochs": 2, "threads": 1, "data": {"validation_fraction": 0.25, "n_classes": CLASSES}, "device": NOISY,
+    }  # fmt: skip
     if kind == "ridge":
         del defaults["epochs"]
     elif kind == "convex":
         defaults["sampler"] = {"scheme": "disjoint-cyclic", "batch_size": 16}
     else:
         defaults |= {"sampler": WHOLE, "model": {"hidden": [5]}}
-    trainer = {"kind": kind, **sections.pop("trainer", {})}
-    return {**defaults, **sections, "trainer": trainer}
+    return {**defaults, **sections, "trainer": {"kind": kind, **sections.pop("trainer", {})}}
 
 
 DP = {"noise_multiplier": 2.0, "epsilon": 10.0}
+NOISY = {"name": "gaussian", "noise": {"sigma": 1.0}}
+CHECKED = {"device": NOISY | {"monitor": {"every_steps": 1}}}
+ALL_RECORDS = {
+    "protection": protected(noise_multiplier=1.0, divisor=72.0),
+    "sampler": {"scheme": "poisson", "sampling_probability": 1.0},
+}
+LABELS = {"protection": protected("label-readout", epsilon=3.0), "sampler": WHOLE | {"batch_size": 12}}
+START = {"model": {"hidden": [5], "initial_output": "feedback"}}
+PARAMETERS = {"noise": "device", "form": "published", "remedy": "parameters", "copies": 2}
+LAST = protected("last-iterate", noise_multiplier=1.0)
 FIXED: dict[str, dict[str, Any]] = {
     "pdfa": configuration("pdfa"),
     "planes": configuration("pdfa", trainer={"encoding": "planes", "planes": 3}),
     "published": configuration("pdfa", trainer={"order": "published"}),
-    "from feedback": configuration("pdfa", model={"hidden": [5], "initial_output": "feedback"}),
+    "from feedback": configuration("pdfa", **START),
     "shuffled": configuration("pdfa", sampler={"scheme": "shuffled-epochs", "batch_size": 16}),
     "ulr": configuration("ulr", trainer={"noise": "device", "copies": 3}),
     "ulr orthogonal": configuration("ulr", trainer={"noise": "device", "copies": 11, "directions": "orthogonal"}),
     "ulr published": configuration("ulr", trainer={"noise": "device", "form": "published"}),
-    "ulr parameters": configuration(
-        "ulr", trainer={"noise": "device", "form": "published", "remedy": "parameters", "copies": 2}
-    ),
+    "ulr parameters": configuration("ulr", trainer=PARAMETERS),
     "convex gates": configuration("convex", trainer={"gates": "device", "hyperplanes": 7, "gate_readings": 3}),
-    "convex noise": configuration(
-        "convex", trainer={"hyperplanes": 7}, protection=protected("last-iterate", noise_multiplier=1.0)
-    ),
+    "convex noise": configuration("convex", trainer={"hyperplanes": 7}, protection=LAST),
     "ridge": configuration("ridge", protection=protected("label-release", epsilon=3.0)),
-    "labels once": configuration(
-        "pdfa", protection=protected("label-readout", epsilon=3.0), sampler=WHOLE | {"batch_size": 12}
-    ),
-    "record noise": configuration(
-        "pdfa",
-        protection=protected(noise_multiplier=1.0, divisor=72.0),
-        sampler={"scheme": "poisson", "sampling_probability": 1.0},
-    ),
-    "calibrated and monitored": configuration(
-        "pdfa",
-        model={"hidden": [5], "initial_output": "feedback"},
-        device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 1}},
-    ),
-    "labels once, monitored": configuration(
-        "pdfa",
-        protection=protected("label-readout", epsilon=3.0),
-        sampler=WHOLE | {"batch_size": 12},
-        device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 1}},
-    ),
+    "labels once": configuration("pdfa", **LABELS),
+    "record noise": configuration("pdfa", **ALL_RECORDS),
+    "calibrated and monitored": configuration("pdfa", **START, **CHECKED),
+    "labels once, monitored": configuration("pdfa", **LABELS, **CHECKED),
     "camera": configuration("pdfa", device={"name": "camera", "monitor": {"every_steps": 3}}),
-    "monitored": configuration(
-        "pdfa", device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 3}}
-    ),
+    "monitored": configuration("pdfa", device=NOISY | {"monitor": {"every_steps": 3}}),
 }  # fmt: skip
 
 
@@ -134,26 +119,17 @@ def test_a_run_of_fixed_batches_takes_what_it_was_told(tmp_path: Path, name: str
     assert run.facts["expected"] == expected.to_json()
 
 
-@pytest.mark.parametrize("readout", [0, 5])
-@pytest.mark.parametrize("rows", ["each", "sum"])
-@pytest.mark.parametrize("encoding", ["stochastic", "planes"])
-def test_a_module_takes_what_it_was_told(tmp_path: Path, rows: str, encoding: str, readout: int) -> None:
-    trainer = {"points": "1", "encoding": encoding, "rows": rows, "readout_every": readout}
-    config = configuration("pdfa", trainer=trainer)
-    del config["model"]
-    told, run = play(config, tmp_path, module())
-    assert [expected.frames for expected, _, _ in told.expected] == [run.summary["frames"]]
+MODULES = {
+    f"{rows}, {encoding}, {readout}": {"trainer": {"encoding": encoding, "rows": rows, "readout_every": readout}}
+    for rows in ("each", "sum") for encoding in ("stochastic", "planes") for readout in (0, 5)
+} | {"checked": ALL_RECORDS | CHECKED}  # fmt: skip
 
 
-def test_a_module_under_a_monitored_device_is_checked_once_a_step(tmp_path: Path) -> None:
-    """Its loop names each step up to three times: for its noise, its reading and its diagnostics."""
-    config = configuration(
-        "pdfa",
-        trainer={"points": "1"},
-        device={"name": "gaussian", "noise": {"sigma": 1.0}, "monitor": {"every_steps": 1}},
-        protection=protected(noise_multiplier=1.0, divisor=72.0),
-        sampler={"scheme": "poisson", "sampling_probability": 1.0},
-    )
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_takes_what_it_was_told(tmp_path: Path, name: str) -> None:
+    """A checked one names each step up to three times: for its noise, its reading and its diagnostics."""
+    trainer = {"points": "1", **MODULES[name].get("trainer", {})}
+    config = configuration("pdfa", **MODULES[name] | {"trainer": trainer})
     del config["model"]
     told, run = play(config, tmp_path, module())
     assert [expected.frames for expected, _, _ in told.expected] == [run.summary["frames"]]
@@ -176,11 +152,10 @@ def test_random_batches_are_told_as_a_mean(tmp_path: Path, kind: str, follows: b
     records_of_training = run.facts["data"]["n_train"]
     q = 12 / records_of_training
     error = 5 * math.sqrt(steps * records_of_training * q * (1 - q))
-    each = {"pdfa": 1, "ulr": 1}[kind]  # readings of a record: the error, or the outputs of all modules once
     rounded = steps * 2 if kind == "ulr" else 0
-    difference = expected.frames - run.summary["frames"]
-    assert abs(difference) <= 2 * (each * error + rounded)
-    assert expected.frames > 2 * (each * error + rounded), "the tolerance would pass a run without a device"
+    tolerance = 2 * (error + rounded)  # one reading a record: of the error, or of the outputs of all modules
+    assert abs(expected.frames - run.summary["frames"]) <= tolerance
+    assert expected.frames > tolerance, "the tolerance would pass a run without a device"
 
 
 def test_a_resumed_run_is_told_what_is_left(tmp_path: Path, ctrl_c_at: type) -> None:
@@ -203,17 +178,14 @@ def test_release_runs_keep_what_they_were_told_and_not_what_they_took(tmp_path: 
 
 
 @pytest.mark.parametrize("fault", [False, True])
-def test_no_release_tells_a_number_of_records_that_is_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bool
-) -> None:
+def test_no_release_tells_a_private_number_of_records(tmp_path: Path, monkeypatch: Any, fault: bool) -> None:
     """The planted fault: a forecast from the true mean batch, which tells one record more or less."""
     if fault:
         monkeypatch.setattr(RunConfig, "tells_records", True)
     protection = protected(noise_multiplier=2.0, relation="add_or_remove_one", divisor=14.0)
-    config = configuration(
-        "pdfa", protection=protection, sampler={"scheme": "poisson", "sampling_probability": 0.2}
-    )
-    config |= {"mode": "release", "data": {"n_classes": CLASSES, "validation_fraction": 0.0}}
+    sampler = {"scheme": "poisson", "sampling_probability": 0.2}
+    config = configuration("pdfa", protection=protection, sampler=sampler, mode="release")
+    config["data"] = {"n_classes": CLASSES, "validation_fraction": 0.0}
     x, y = records()
     found = []
     for count in (RECORDS, RECORDS - 40):

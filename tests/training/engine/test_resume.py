@@ -23,11 +23,15 @@ ROOT = Path(__file__).parents[3]
 CONFIG = {
     "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}, "device": {"name": "gaussian"},
 }  # fmt: skip
+DATA = np.random.default_rng(1).normal(size=(60, 5)), np.arange(60) % 3
 
 
-def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(1)
-    return generator.normal(size=(n, 5)), np.arange(n) % 3
+@pytest.fixture
+def stopped(tmp_path: Path, ctrl_c_at: type) -> Path:
+    """A run that Ctrl-C stopped after step 2 of 12."""
+    with pytest.raises(RunInterrupted):
+        training.train(CONFIG, data=DATA, folder=tmp_path, watcher=ctrl_c_at(2))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -50,78 +54,65 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path, kind: str, optimizer: 
     config = {**CONFIG, "optimizer": {"name": optimizer}, "trainer": {"kind": kind}}
     if kind != "pdfa":
         del config["device"]
-    whole, cut = require_resumed_alike(tmp_path, config, data(), ctrl_c_at(5))
-    assert (whole.folder.path / "summary.json").read_bytes() == (
-        cut.folder.path / "summary.json"
-    ).read_bytes()
+    whole, cut = require_resumed_alike(tmp_path, config, DATA, ctrl_c_at(5))
+    one, other = (run.folder.path / "summary.json" for run in (whole, cut))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def test_planted_unkeyed_noise_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
+    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If noise did not follow the step, a resumed run would differ."""
-    training.train(CONFIG, data=data(), folder=tmp_path / "unbroken")
-    with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
     monkeypatch.setattr("opusim.randomness.streams.SeededStream.seek", lambda self, step: None)
-    training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    assert not equal(newest(tmp_path / "unbroken"), newest(tmp_path / "broken"))
+    with pytest.raises(AssertionError):
+        require_resumed_alike(tmp_path, CONFIG, DATA, ctrl_c_at(5))
+    assert not equal(newest(tmp_path / "whole"), newest(tmp_path / "cut"))
 
 
-def test_resuming_with_other_data_or_network_is_refused(tmp_path: Path, ctrl_c_at: type) -> None:
-    with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
-    x, y = data()
-    with pytest.raises(RunFolderError, match="with other data"):
-        training.train(data=(x + 1, y), folder=tmp_path, resume=True)
+def test_resuming_with_other_data_network_or_configuration_is_refused(stopped: Path) -> None:
+    x, y = DATA
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
-    with pytest.raises(RunFolderError, match="another network"):
-        training.train(data=data(), model=model, folder=tmp_path, resume=True)
+    for given, message in (
+        ({"data": (x + 1, y)}, "with other data"),
+        ({"data": DATA, "model": model}, "another network"),
+        ({"data": DATA, "config": {"epochs": 7}}, "leave config and settings out"),
+    ):
+        with pytest.raises(RunFolderError, match=message):
+            training.train(**given, folder=stopped, resume=True)
     # nothing was lost
-    assert list_checkpoints(tmp_path / "checkpoints")[-1].name == "step-0000000002.safetensors"
+    assert list_checkpoints(stopped / "checkpoints")[-1].name == "step-0000000002.safetensors"
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path, ctrl_c_at: type) -> None:
     config = {**CONFIG, "checkpoint": {"every_steps": 1, "keep": 2}}
-    training.train(config, data=data(), folder=tmp_path / "unbroken")
+    training.train(config, data=DATA, folder=tmp_path / "unbroken")
     with pytest.raises(RunInterrupted):
-        training.train(config, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
+        training.train(config, data=DATA, folder=tmp_path / "broken", watcher=ctrl_c_at(5))
     last = list_checkpoints(tmp_path / "broken" / "checkpoints")[-1]
     content = bytearray(last.read_bytes())
     content[-3] ^= 1
-    last.write_bytes(content)
-    with pytest.raises(RunFolderError, match="damaged.*delete it to resume"):
-        training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    last.write_bytes(content[:100])
-    with pytest.raises(RunFolderError, match="not a readable checkpoint.*delete it"):
-        training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    for damaged, message in (
+        (content, "damaged.*delete it to"),
+        (content[:100], "not a readable.*delete it"),
+    ):
+        last.write_bytes(damaged)
+        with pytest.raises(RunFolderError, match=message):
+            training.train(data=DATA, folder=tmp_path / "broken", resume=True)
     last.unlink()
-    training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    training.train(data=DATA, folder=tmp_path / "broken", resume=True)
     assert equal(newest(tmp_path / "unbroken"), newest(tmp_path / "broken"))
 
 
 def test_a_folder_has_one_writer(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    with (
-        folder.writing(new=True),
-        pytest.raises(RunFolderError, match=f"being written by process {os.getpid()}"),
-    ):
-        training.train(CONFIG, data=data(), folder=tmp_path / "run")
+    refused = pytest.raises(RunFolderError, match=f"being written by process {os.getpid()}")
+    with RunFolder(tmp_path / "run").writing(new=True), refused:
+        training.train(CONFIG, data=DATA, folder=tmp_path / "run")
 
 
 def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
-    training.train(CONFIG, data=data(), folder=tmp_path)
+    training.train(CONFIG, data=DATA, folder=tmp_path)
     with pytest.raises(RunFolderError, match="already holds a finished run"):
-        training.train(CONFIG, data=data(), folder=tmp_path)
-    with pytest.raises(RunFolderError, match="nothing to resume"):
-        training.train(data=data(), folder=tmp_path, resume=True)
-
-
-def test_resume_takes_no_configuration(tmp_path: Path, ctrl_c_at: type) -> None:
-    with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
-    with pytest.raises(RunFolderError, match="leave config and settings out"):
-        training.train({"epochs": 7}, data=data(), folder=tmp_path, resume=True)
+        training.train(CONFIG, data=DATA, folder=tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
@@ -129,7 +120,7 @@ def test_a_run_begun_before_a_key_was_there_names_key_and_version(
     tmp_path: Path, ctrl_c_at: type, mode: str, reseal: Callable[[Path], None]
 ) -> None:
     with pytest.raises(RunInterrupted):
-        training.train({**CONFIG, "mode": mode}, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
+        training.train({**CONFIG, "mode": mode}, data=DATA, folder=tmp_path, watcher=ctrl_c_at(2))
     path = tmp_path / "config.json"
     whole = path.read_text()
     facts = json.loads(whole)
@@ -139,27 +130,25 @@ def test_a_run_begun_before_a_key_was_there_names_key_and_version(
     reseal(tmp_path)
     message = "started by opusim 0.0.1, whose configuration had no data.whitening, trainer.through_clip; resume it with"
     with pytest.raises(RunFolderError, match=message):
-        training.train(data=data(), folder=tmp_path, resume=True)
+        training.train(data=DATA, folder=tmp_path, resume=True)
     assert training.load_run(tmp_path).step == 2  # it can be read all the same
     path.write_text(whole)
     reseal(tmp_path)
-    training.train(data=data(), folder=tmp_path, resume=True)
+    training.train(data=DATA, folder=tmp_path, resume=True)
 
 
-def test_other_versions_give_warning(tmp_path: Path, ctrl_c_at: type, reseal: Callable[[Path], None]) -> None:
-    with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path, watcher=ctrl_c_at(2))
-    path = tmp_path / "config.json"
+def test_other_versions_give_warning(stopped: Path, reseal: Callable[[Path], None]) -> None:
+    path = stopped / "config.json"
     path.write_text(path.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "0.1"'))
-    reseal(tmp_path)
+    reseal(stopped)
     with pytest.warns(UserWarning, match="other versions of torch"):
-        training.train(data=data(), folder=tmp_path, resume=True)
+        training.train(data=DATA, folder=stopped, resume=True)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(RunFolderError, match="holds other files .metrics.jsonl"):
-        training.train(CONFIG, data=data(), folder=tmp_path)
+        training.train(CONFIG, data=DATA, folder=tmp_path)
 
 
 def test_the_device_file_is_not_needed_again(tmp_path: Path, ctrl_c_at: type) -> None:
@@ -167,15 +156,15 @@ def test_the_device_file_is_not_needed_again(tmp_path: Path, ctrl_c_at: type) ->
     file.write_text(resources.files("opusim.hw_configs").joinpath("gaussian.toml").read_text())
     config = {**CONFIG, "device": {"name": str(file)}}
     with pytest.raises(RunInterrupted):
-        training.train(config, data=data(), folder=tmp_path / "run", watcher=ctrl_c_at(2))
+        training.train(config, data=DATA, folder=tmp_path / "run", watcher=ctrl_c_at(2))
     file.unlink()
-    training.train(data=data(), folder=tmp_path / "run", resume=True)
+    training.train(data=DATA, folder=tmp_path / "run", resume=True)
 
 
 def test_release_mode_stores_no_seed_and_draws_afresh(tmp_path: Path) -> None:
     config = {**CONFIG, "mode": "release"}
     for name in ("one", "two"):
-        training.train(config, data=data(), folder=tmp_path / name)
+        training.train(config, data=DATA, folder=tmp_path / name)
     assert "seed" not in json.loads((tmp_path / "one" / "config.json").read_text())["config"]
     one, two = newest(tmp_path / "one"), newest(tmp_path / "two")
     assert not any(torch.equal(one[name], two[name]) for name in one if name.endswith("weight"))

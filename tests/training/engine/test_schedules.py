@@ -13,7 +13,7 @@ from opusim import training
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.engine.loop import Engine
 from opusim.training.networks.optimizers import TailAverage, make_optimizer, set_learning_rate
-from tests.support.run_folders import equal, newest
+from tests.support.run_folders import newest, require_resumed_alike
 
 LAWS = {
     "constant": lambda p: 1.0,
@@ -49,26 +49,18 @@ def test_steps_of_the_rate_are_those_of_torch() -> None:
 CONFIG = {
     "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "sampler": {"batch_size": 16}, "trainer": {"kind": "dfa"},
 }  # fmt: skip
-
-
-def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+DATA = np.random.default_rng(1).normal(size=(60, 5)), np.arange(60) % 3
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_a_resumed_run_takes_up_its_schedule(tmp_path: Path, schedule: str, name: str, stop_at: type) -> None:
     config = {**CONFIG, "optimizer": {"name": name, "schedule": schedule, "averaged_tail": 0.5}}
-    training.train(config, data=data(), folder=tmp_path / "unbroken")
     for stop in (3, 9):  # before and within the mean's steps
-        folder = tmp_path / f"broken at {stop}"
-        with pytest.raises(KeyboardInterrupt):
-            training.train(config, data=data(), folder=folder, watcher=stop_at(stop))
-        training.train(data=data(), folder=folder, resume=True)
-        assert equal(newest(tmp_path / "unbroken"), newest(folder))
+        require_resumed_alike(tmp_path / str(stop), config, DATA, stop_at(stop))
     constant = {**config, "optimizer": {"name": name, "averaged_tail": 0.5}}
-    training.train(constant, data=data(), folder=tmp_path / "constant")
-    ends = [newest(tmp_path / name)["model.layer1.weight"] for name in ("constant", "unbroken")]
+    training.train(constant, data=DATA, folder=tmp_path / "constant")
+    ends = [newest(tmp_path / name)["model.layer1.weight"] for name in ("constant", "3/whole")]
     assert not torch.equal(*ends)
 
 
@@ -82,8 +74,8 @@ def test_steps_of_a_run_have_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("opusim.training.engine.loop.set_learning_rate", recorded)
     optimizer = {"lr": 0.3, "schedule": "linear"}
     with pytest.raises(KeyboardInterrupt):
-        training.train({**CONFIG, "optimizer": optimizer}, data=data(), folder=tmp_path, watcher=stop_at(6))
-    training.train(data=data(), folder=tmp_path, resume=True)
+        training.train({**CONFIG, "optimizer": optimizer}, data=DATA, folder=tmp_path, watcher=stop_at(6))
+    training.train(data=DATA, folder=tmp_path, resume=True)
     steps = [0, 1, 2, 3, 4, 5, *range(4, 12)]  # the checkpoint of the first epoch stands at 4
     np.testing.assert_allclose(rates, [0.3 * (1 - step / 12) for step in steps])
 
@@ -98,9 +90,9 @@ def test_the_tail_is_averaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         iterates.append(engine._trainer.tensors["layer1.weight"].clone())
 
     monkeypatch.setattr(Engine, "_advance", recorded)
-    training.train(CONFIG, data=data(), folder=tmp_path / "plain")
+    training.train(CONFIG, data=DATA, folder=tmp_path / "plain")
     averaged: dict[str, Any] = {**CONFIG, "optimizer": {"averaged_tail": 1 / 3}}
-    run = training.train(averaged, data=data(), folder=tmp_path / "averaged")
+    run = training.train(averaged, data=DATA, folder=tmp_path / "averaged")
     plain, tail = iterates[:12], iterates[12:]
     assert all(torch.equal(a, b) for a, b in zip(plain[:11], tail[:11], strict=True))
     expected = torch.stack(plain[8:]).mean(dim=0)

@@ -39,9 +39,7 @@ def own_model() -> nn.Sequential:
     ],
     ids=["plain", "identity", "own names"],
 )
-def test_a_persons_own_module_is_trained_in_place_and_comes_back(
-    tmp_path: Path, model: nn.Sequential
-) -> None:
+def test_a_persons_module_is_trained_in_place_and_comes_back(tmp_path: Path, model: nn.Sequential) -> None:
     before, *_ = (parameter.detach().clone() for parameter in model.parameters())
     run = training.train(CONFIG, data=data(), model=model, folder=tmp_path)
     assert not torch.equal(before, next(model.parameters()))
@@ -49,6 +47,9 @@ def test_a_persons_own_module_is_trained_in_place_and_comes_back(
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.model.parameters(), strict=True))
     x, y = data()
     assert back.evaluate(x, y) == run.evaluate(x, y)
+    classes = run.predict(x)
+    assert (type(classes), classes.shape) == (np.ndarray, (60,))
+    assert torch.equal(run.predict(torch.from_numpy(x)), torch.from_numpy(classes))
 
 
 def test_frozen_and_shared_layers_are_left_to_autograd(tmp_path: Path) -> None:
@@ -79,21 +80,6 @@ def test_a_known_data_set_is_evaluated_under_the_runs_own_constants(tmp_path: Pa
     assert evaluate_run(tmp_path)["accuracy"] == run.summary["test_accuracy"]
 
 
-def test_numpy_in_numpy_out_torch_in_torch_out(tmp_path: Path) -> None:
-    run = training.train(CONFIG, data=data(), folder=tmp_path)
-    x, _ = data()
-    classes = run.predict(x)
-    assert isinstance(classes, np.ndarray)
-    assert classes.shape == (60,)
-    assert torch.equal(run.predict(torch.from_numpy(x)), torch.from_numpy(classes))
-
-
-def test_it_learns_and_generalises(tmp_path: Path) -> None:
-    config = {**CONFIG, "epochs": 30, "optimizer": {"lr": 0.05}}
-    run = training.train(config, data=data(300), folder=tmp_path)
-    assert run.evaluate(*data(90))["accuracy"] > 0.9
-
-
 def test_the_folder_holds_what_the_run_was(tmp_path: Path) -> None:
     run = training.train(CONFIG, data=data(), folder=tmp_path, settings=["device.noise.sigma=0.25"])
     assert run.facts["device"]["noise"]["sigma"] == 0.25
@@ -105,19 +91,15 @@ def test_the_folder_holds_what_the_run_was(tmp_path: Path) -> None:
     assert run.summary["frames"] == 2 * 2 * 54  # positive and negative frames, two epochs, 54 records
 
 
-def test_global_random_state_is_left_alone(tmp_path: Path) -> None:
+def test_global_state_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(1)
     np.random.seed(1)
     before, before_numpy = torch.get_rng_state(), np.random.get_state()[1].copy()
+    threads = torch.get_num_threads()
     training.train(CONFIG, data=data(), folder=tmp_path)
     assert torch.equal(before, torch.get_rng_state())
     assert np.array_equal(before_numpy, np.random.get_state()[1])
-
-
-def test_threads_are_put_back(tmp_path: Path) -> None:
-    before = torch.get_num_threads()
-    training.train(CONFIG, data=data(), folder=tmp_path)
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(
@@ -148,25 +130,21 @@ def test_bad_input_is_one_line(tmp_path: Path, change: dict, error: type[Excepti
         assert good.summary is not None
 
 
-def test_models_that_do_not_fit_the_data_are_refused(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    with pytest.raises(ValueError, match="maps 6 inputs to 3 outputs.*5 features and 3 classes"):
-        training.train(CONFIG, data=data(), model=model, folder=tmp_path)
-
-
 def test_wrong_records_are_refused_by_a_run(tmp_path: Path) -> None:
     run = training.train(CONFIG, data=data(), folder=tmp_path)
     x, y = data()
-    with pytest.raises(ValueError, match="4 features per record; the training records have 5"):
-        run.predict(x[:, :4])
-    with pytest.raises(ValueError, match="NaN"):
-        run.predict(np.full((2, 5), np.nan))
-    with pytest.raises(ValueError, match="labels from 0 to 2"):
-        run.evaluate(x, y + 1)
-    with pytest.raises(TypeError, match="whole numbers"):
-        run.evaluate(x, y + 0.5)
-    with pytest.raises(ValueError, match="60 records and y 59 labels"):
-        run.evaluate(x, y[1:])
+    for use, given, error, message in (
+        (run.predict, [x[:, :4]], ValueError, "4 features per record; the training records have 5"),
+        (run.predict, [np.full((2, 5), np.nan)], ValueError, "NaN"),
+        (run.evaluate, [x, y + 1], ValueError, "labels from 0 to 2"),
+        (run.evaluate, [x, y + 0.5], TypeError, "whole numbers"),
+        (run.evaluate, [x, y[1:]], ValueError, "60 records and y 59 labels"),
+    ):
+        with pytest.raises(error, match=message):
+            use(*given)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    with pytest.raises(ValueError, match="maps 6 inputs to 3 outputs.*5 features and 3 classes"):
+        training.train(CONFIG, data=data(), model=model, folder=tmp_path / "6")
 
 
 def test_folders_without_a_run_are_named(tmp_path: Path) -> None:
@@ -177,10 +155,11 @@ def test_folders_without_a_run_are_named(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_network_is_refused(tmp_path: Path, reseal: Callable[[Path], None]) -> None:
-    training.train(CONFIG, data=data(), folder=tmp_path / "small")
-    training.train({**CONFIG, "model": {"hidden": [9]}}, data=data(), folder=tmp_path / "large")
-    (source,) = (tmp_path / "large" / "checkpoints").glob("*8.safetensors")
-    (target,) = (tmp_path / "small" / "checkpoints").glob("*8.safetensors")
+    for name, width in (("small", 8), ("large", 9)):
+        training.train({**CONFIG, "model": {"hidden": [width]}}, data=data(), folder=tmp_path / name)
+    source, target = (
+        next(tmp_path.glob(f"{name}/checkpoints/*8.safetensors")) for name in ("large", "small")
+    )
     target.write_bytes(source.read_bytes())
     with pytest.raises(RunFolderError, match="or the checkpoint is of another run"):
         training.load_run(tmp_path / "small")

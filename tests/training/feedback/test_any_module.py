@@ -1,8 +1,10 @@
 """Runs of any module: the same updates as the closed form, resumed bit for bit, every target, keys refused by name."""
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,13 +15,13 @@ from torch.nn.utils import prune
 from benchmarks.bare import feedback_trainer
 from opusim import FeedbackAlignment, open_device, training
 from opusim.accounting.guarantee import NoGuarantee
+from opusim.devices.base import NoisyDevice
 from opusim.errors import ConfigError, DeviceError
 from opusim.training.config.sections import OptimizerConfig
-from opusim.training.engine.algorithm import Trainer
 from opusim.training.errors import RunFolderError, TrainingDiverged
 from opusim.training.feedback.closed_form import ClosedForm
 from opusim.training.feedback.config import BpConfig, DfaConfig, FeedbackConfig, PdfaConfig
-from opusim.training.feedback.trainer import ModuleGradients, feedback_points
+from opusim.training.feedback.trainer import FeedbackTrainer, ModuleGradients, feedback_points
 from opusim.training.networks.any_module import AnyModule, from_recipe
 from opusim.training.networks.functions import Objective, measure
 from opusim.training.networks.network import FullyConnected
@@ -28,6 +30,7 @@ from opusim.training.networks.user_code import require_trusted
 from opusim.training.reports.run_report import write_report
 from opusim.training.runs.folder import RunFolder, read_run
 from tests.support.run_folders import equal, require_resumed_alike
+from tests.support.shared_checks import with_marks
 
 CONFIG: dict[str, Any] = {
     "threads": 1, "epochs": 2, "sampler": {"batch_size": 12}, "optimizer": {"name": "adam", "lr": 0.01},
@@ -42,6 +45,10 @@ def images(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
+X, Y = images()
+FLAT = X.reshape(60, -1), Y
+
+
 def module() -> nn.Module:
     """Dropout and batch statistics: what a step draws and what a checkpoint must hold."""
     torch.manual_seed(5)
@@ -49,6 +56,12 @@ def module() -> nn.Module:
         nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.LeakyReLU(), nn.Flatten(), nn.Linear(96, 16), nn.SiLU(),
         nn.Dropout(0.2), nn.Linear(16, 3),
     )  # fmt: skip
+
+
+def module_trainer(view: AnyModule, options: FeedbackConfig, device: NoisyDevice | None) -> FeedbackTrainer:
+    objective, points = Objective.named("cross-entropy", "class"), feedback_points(view, options, device)
+    optimizer = make_optimizer(view.parameters, OptimizerConfig())
+    return feedback_trainer(ModuleGradients(view, objective, feedback=points), optimizer)
 
 
 @pytest.mark.parametrize(
@@ -63,38 +76,24 @@ def test_points_give_the_updates_of_the_closed_form(options: FeedbackConfig) -> 
 
     generator = torch.Generator().manual_seed(12)
     x, y = torch.randn(20, 9, generator=generator), torch.randint(0, 4, (20,), generator=generator)
+    device, network = open_device("ideal", n_inputs=4, n_outputs=27, seed=3), FullyConnected(mlp())
+    optimizer = make_optimizer(network.parameters, OptimizerConfig())
+    closed_form = feedback_trainer(ClosedForm(network, options, device=device), optimizer)
+    view = AnyModule(mlp(), n_inputs=9, record_shape=(9,), recipe={})
+    points = module_trainer(view, options, device if options.kind == "pdfa" else None)
     found: list[list[Tensor]] = []
-    for closed_form in (True, False):
-        device = open_device("ideal", n_inputs=4, n_outputs=27, seed=3)
-        trainer: Trainer
-        if closed_form:
-            network = FullyConnected(mlp())
-            optimizer = make_optimizer(network.parameters, OptimizerConfig())
-            trainer = feedback_trainer(ClosedForm(network, options, device=device), optimizer)
-        else:
-            view = AnyModule(mlp(), n_inputs=9, record_shape=(9,), recipe={})
-            trainer = feedback_trainer(
-                ModuleGradients(
-                    view,
-                    Objective.named("cross-entropy", "class"),
-                    feedback=feedback_points(view, options, device if options.kind == "pdfa" else None),
-                ),
-                make_optimizer(view.parameters, OptimizerConfig()),
-            )
+    for trainer in (closed_form, points):
         trainer.step(x, y, step=0, observe=False)
         found.append([p.grad.clone() for p in trainer.model.parameters() if p.grad is not None])
     assert len(found[0]) == len(found[1]) == 6
-    for expected, gradient in zip(*found, strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(found[1], found[0], rtol=2e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
     "trainer",
     [pytest.param({"kind": "bp"}, marks=pytest.mark.slow), {"kind": "pdfa"}, {"kind": "pdfa", "readout_every": 4}],
 )  # fmt: skip
-def test_a_resumed_run_repeats_an_uninterrupted_one(
-    tmp_path: Path, stop_at: Any, trainer: dict[str, Any]
-) -> None:
+def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, trainer: dict) -> None:
     config = {**CONFIG, "trainer": trainer, "checkpoint": {"every_steps": 2}}
     whole, cut = require_resumed_alike(tmp_path, config, images(), stop_at(7), module)
     expected, found = whole.model.state_dict(), cut.model.state_dict()
@@ -102,14 +101,6 @@ def test_a_resumed_run_repeats_an_uninterrupted_one(
     assert int(found["1.num_batches_tracked"]) == 10  # buffers come back too
     assert not any(hasattr(m, "_opusim") or m._forward_hooks for m in whole.model.modules())
     assert ("alignment" in whole.metrics[-1]) == (trainer["kind"] == "pdfa")
-
-
-def test_a_learnt_read_out_is_refused_where_nothing_covers_it(tmp_path: Path) -> None:
-    config = {**CONFIG, "trainer": {"kind": "pdfa", "readout_every": 4}}
-    protected = {**config, "protection": {"kind": "record", "noise_multiplier": 1.0}}
-    for each, model in ((protected, module()), (config, None)):
-        with pytest.raises(ConfigError, match=r"trainer\.readout_every"):
-            training.train(each, data=images(), model=model, folder=tmp_path)
 
 
 def test_a_built_in_model_comes_back_from_its_folder(tmp_path: Path) -> None:
@@ -139,18 +130,16 @@ TARGETS: dict[str, tuple[dict[str, Any], Any, nn.Module | None, str]] = {
     ),
     "real": (
         {"loss": "squared-error", "data": {"target": "real", "n_classes": None}, "model": {"hidden": [16]}},
-        (images()[0].reshape(60, -1), images()[0][:, 0, :2, 0]), None, "rmse",
+        (FLAT[0], X[:, 0, :2, 0]), None, "rmse",
     ),
     "labels": (
         {"loss": "binary-cross-entropy", "data": {"target": "labels", "n_classes": 3}},
-        (images()[0], np.eye(3)[images()[1]]), module(), "accuracy",
+        (X, np.eye(3)[Y]), module(), "accuracy",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=pytest.mark.slow if name == "tokens" else []) for name in TARGETS]
-)
+@pytest.mark.parametrize("target", with_marks(TARGETS, ["tokens"]))
 def test_every_target_is_learnt_measured_and_reported(tmp_path: Path, target: str) -> None:
     change, data, model, figure = TARGETS[target]
     config = {**CONFIG, "trainer": {"kind": "dfa"}, "epochs": 8, **change}
@@ -208,10 +197,14 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
     assert run.guarantees[0].epsilon == pytest.approx(4.0, abs=1e-3)
 
 
+RECORD = {"protection": {"kind": "record", "noise_multiplier": 1.0}}
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"protection": {"kind": "record", "noise_multiplier": 1.0}}, ValueError, "BatchNorm2d '1' mixes"),
+        (RECORD, ValueError, "BatchNorm2d '1' mixes"),
+        (RECORD | {"trainer": {"kind": "pdfa", "readout_every": 4}}, ConfigError, r"trainer\.readout_every"),
         ({"protection": {"kind": "label-amplified", "epsilon": 3.0}}, NoGuarantee, "'label-amplified'"),
         ({"trainer": {"tau_b": 1.0, "order": "published"}}, ConfigError, "trainer.order: 'published'"),
         ({"trainer": {"threshold": 0.3, "encoding": "ternary"}}, ConfigError, "other models take"),
@@ -224,7 +217,7 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_module_does_not_take_is_refused(
-    tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+    tmp_path: Path, change: Any, error: Any, message: str
 ) -> None:
     with pytest.raises(error, match=message) as caught:
         training.train({**CONFIG, **change}, data=images(), model=module(), folder=tmp_path / "run")
@@ -232,16 +225,24 @@ def test_what_a_module_does_not_take_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_keys_of_modules_are_refused_for_fully_connected_networks(tmp_path: Path) -> None:
-    for key, value in (("points", ["1"]), ("slices", "shared"), ("relative_threshold", 0.3)):
-        with pytest.raises(
-            ConfigError, match=f"trainer.{key}: .* does nothing for this model: .*leave it out"
-        ):
-            training.train(
-                {**CONFIG, "trainer": {key: value}},
-                data=(images()[0].reshape(60, -1), images()[1]),
-                folder=tmp_path / "run",
-            )
+NO_EFFECT = "trainer.{}: .* does nothing for this model: .*leave it out"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "message"),
+    [
+        ({"points": ["1"]}, NO_EFFECT.format("points")),
+        ({"slices": "shared"}, NO_EFFECT.format("slices")),
+        ({"relative_threshold": 0.3}, NO_EFFECT.format("relative_threshold")),
+        ({"readout_every": 4}, r"trainer\.readout_every"),
+        ({"kind": "pdfa", "encoding": "stochastic"}, "trainer.encoding: 'stochastic' is for other modules"),
+        ({"kind": "tdfa", "encoding": "stochastic"}, "trainer.encoding: 'stochastic' is for other modules"),
+        ({"kind": "dfa", "gain": 0.0}, "trainer.gain: 0 leaves a fully connected network"),
+    ],
+)
+def test_keys_of_modules_are_refused_for_other_networks(tmp_path: Path, trainer: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        training.train({**CONFIG, "trainer": trainer}, data=FLAT, folder=tmp_path / "run")
 
 
 @pytest.mark.parametrize("kind", ["bp", "pdfa"])
@@ -251,12 +252,11 @@ def test_pruned_weights_stay_pruned(kind: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 3))
     for layer in (model[0], model[2]):
         prune.l1_unstructured(layer, "weight", 0.5)
-    x, y = images()
-    model(torch.from_numpy(x).float().reshape(60, -1))
+    model(torch.from_numpy(FLAT[0]).float())
     before, mask = model[0].weight_orig.detach().clone(), model[0].weight_mask.clone()
     config = {**CONFIG, "trainer": {"kind": kind}}
-    run = training.train(config, data=(x.reshape(60, -1), y), model=model, folder=tmp_path / "run")
-    run.predict(x.reshape(60, -1))
+    run = training.train(config, data=FLAT, model=model, folder=tmp_path / "run")
+    run.predict(FLAT[0])
     moved = run.model[0].weight_orig.detach() != before
     assert bool(moved[mask.bool()].any())
     assert not bool(run.model[0].weight[~mask.bool()].any())
@@ -265,10 +265,7 @@ def test_pruned_weights_stay_pruned(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pdfa", "tdfa"])
-def test_encodings_of_modules_are_refused_for_fully_connected_networks(kind: str, tmp_path: Path) -> None:
-    config = {**CONFIG, "trainer": {"kind": kind, "encoding": "stochastic"}}
-    with pytest.raises(ConfigError, match="trainer.encoding: 'stochastic' is for other modules"):
-        training.train(config, data=(images()[0].reshape(60, -1), images()[1]), folder=tmp_path / "run")
+def test_named_modules_have_an_encoding_of_their_own(kind: str) -> None:
     named = training.load_config({"model": {"name": "gru"}, "trainer": {"kind": kind}})
     assert named.trainer.encoding == "stochastic"
     assert training.load_config({}).trainer.encoding == "ternary"
@@ -290,18 +287,27 @@ class Pair(nn.Linear):
         return super().forward(x.flatten(1)), x
 
 
-def test_a_module_that_gives_other_outputs_is_refused(tmp_path: Path) -> None:
-    for model, message in (
-        (nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), r"gives \(2, 4\) for two records of shape \(1, 4"),
-        (Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return only"),
-        (module().double(), "the module holds torch.float64 and records are torch.float32"),
-        (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            training.train(CONFIG, data=images(), model=model, folder=tmp_path / "run")
-    config = {"trainer": {"kind": "zo"}, "epochs": 1}
-    with pytest.raises(ValueError, match=r"the module holds torch.bfloat16 .*; give model.float\(\)"):
-        training.train(config, data=images(), model=module().bfloat16(), folder=tmp_path / "run")
+TOKENS = np.arange(300).reshape(60, 5) % 7
+
+
+@pytest.mark.parametrize(
+    ("config", "data", "model", "message"),
+    [
+        ({}, (X, Y), nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), r"gives \(2, 4\) for two records of shape \(1, 4"),
+        ({}, (X, Y), Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return"),
+        ({}, (X, Y), module().double(), "the module holds torch.float64 and records are torch.float32"),
+        ({}, (X, Y), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
+        ({"trainer": {"kind": "zo"}}, (X, Y), module().bfloat16(), r"holds torch.bfloat16 .*; give model.float\(\)"),
+        ({"model": {"name": "mlp"}}, (TOKENS, None), None, "take model.name = 'transformer-lm'"),
+        ({"model": {"name": "transformer-lm"}}, FLAT, None, "set data.inputs = 'tokens'"),
+        ({}, (np.zeros((60, 8, 2, 1)), Y), module(), r"move the channels first, x.transpose\(0, 3, 1, 2\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, config: Any, data: Any, model: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        training.train({"trainer": {"kind": "bp"}, **config}, data=data, model=model, folder=tmp_path / "run")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -319,29 +325,17 @@ def test_a_module_of_opacus_is_refused(tmp_path: Path) -> None:
     assert FeedbackAlignment(wrapped.to_standard_module())
 
 
-def test_a_failed_device_leaves_parameters_and_buffers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_device_leaves_parameters_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     view = AnyModule(module(), n_inputs=16, record_shape=(1, 4, 4), recipe={})
     x, y = torch.randn(6, 16), torch.arange(6) % 3
     with open_device("gaussian", n_inputs=3, n_outputs=96, seed=3) as device:
-        trainer = feedback_trainer(
-            ModuleGradients(
-                view,
-                Objective.named("cross-entropy", "class"),
-                feedback=feedback_points(view, PdfaConfig(), device),
-            ),
-            make_optimizer(view.parameters, OptimizerConfig()),
-        )
+        trainer = module_trainer(view, PdfaConfig(), device)
         empty = trainer.step(x[:0], y[:0], step=0, observe=False)
         assert (empty.n_records, device.usage.frames) == (0, 0)
         before = {name: tensor.clone() for name, tensor in trainer.tensors.items()}
 
-        def fail(*_: Any) -> None:
-            raise DeviceError("the light went out")
-
         with monkeypatch.context() as patch:
-            patch.setattr(type(device), "project", fail)
+            patch.setattr(type(device), "project", Mock(side_effect=DeviceError("the light went out")))
             with pytest.raises(DeviceError, match="the light went out"):
                 trainer.step(x, y, step=1, observe=False)
         assert all(torch.equal(before[name], tensor) for name, tensor in trainer.tensors.items())
@@ -368,9 +362,7 @@ def focal(output, target):
 """
 
 
-def test_code_of_users_runs_when_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: Any
-) -> None:
+def test_code_of_users_runs_when_trusted(tmp_path: Path, monkeypatch: Any, stop_at: Any) -> None:
     name = "code_of_a_user"
     file, mark = tmp_path / f"{name}.py", tmp_path / "executed"
     file.write_text(CODE)
@@ -381,17 +373,14 @@ def test_code_of_users_runs_when_trusted(
     assert RunFolder("run").resume_command == "opusim train resume run --trust-code"
     mark.unlink()
     monkeypatch.delitem(__import__("sys").modules, name)
-    for attempt in (
-        lambda: training.load_run("run"),
-        lambda: training.train(data=images(), folder="run", resume=True),
-    ):
-        with pytest.raises(
-            RunFolderError, match=rf"{name}:build from {file}, BLAKE2 [0-9a-f]{{32}}; .*--trust-code"
-        ):
+    resume = partial(training.train, data=images(), folder="run", resume=True)
+    told = rf"{name}:build from {file}, BLAKE2 [0-9a-f]{{32}}; .*--trust-code"
+    for attempt in (partial(training.load_run, "run"), resume):
+        with pytest.raises(RunFolderError, match=told):
             attempt()
     assert "focal" in write_report(read_run("run")).read_text()  # a report needs no code
     assert not mark.exists()
-    run = training.train(data=images(), folder="run", resume=True, trust_code=True)
+    run = resume(trust_code=True)
     assert mark.exists()
     assert training.load_run("run", trust_code=True).evaluate(*images()).keys() == {"loss", "accuracy"}
     assert run.facts["network"]["recipe"]["options"] == {"width": 6}
@@ -430,14 +419,10 @@ def test_code_needs_trust_though_the_folder_does_not_list_it(config: dict, netwo
 def test_a_run_that_fails_to_begin_leaves_no_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = module()
 
-    def fails(*_: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("opusim.training.engine.session._begin", fails)
+    monkeypatch.setattr("opusim.training.engine.session._begin", Mock(side_effect=OSError("disk full")))
+    config = CONFIG | {"trainer": {"kind": "dfa"}}
     with pytest.raises(OSError, match="disk full"):
-        training.train(
-            CONFIG | {"trainer": {"kind": "dfa"}}, data=images(), model=net, folder=tmp_path / "run"
-        )
+        training.train(config, data=images(), model=net, folder=tmp_path / "run")
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
@@ -448,51 +433,30 @@ def test_a_module_without_a_name_is_not_imported(tmp_path: Path, monkeypatch: py
         from_recipe({"name": "no_path", "options": {}}, seed=0)
 
 
-def test_records_of_another_form_are_told_the_remedy(tmp_path: Path) -> None:
-    x, y = images()
-    tokens = np.arange(300).reshape(60, 5) % 7
-    for name, data, remedy in (
-        ("mlp", (tokens, None), "take model.name = 'transformer-lm'"),
-        ("transformer-lm", (x.reshape(60, 16), y), "set data.inputs = 'tokens'"),
-    ):
-        config = {"trainer": {"kind": "bp"}, "model": {"name": name}}
-        with pytest.raises(ValueError, match=remedy):
-            training.train(config, data=data, folder=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"move the channels first, x.transpose\(0, 3, 1, 2\)"):
-        training.train(CONFIG, data=(np.zeros((60, 8, 2, 1)), y), model=module(), folder=tmp_path / "run")
+LOSSES = {"real": "squared-error", "labels": "binary-cross-entropy", "class": "cross-entropy"}
 
 
-def test_the_loss_follows_the_target_and_gain_0_is_for_modules(tmp_path: Path) -> None:
-    for target, loss in (
-        ("real", "squared-error"),
-        ("labels", "binary-cross-entropy"),
-        ("class", "cross-entropy"),
-    ):
-        found = training.load_config({"data": {"target": target}})
-        assert found.loss == loss
-        assert training.load_config(found, ["data.target=class"]).loss == "cross-entropy"
-        assert (
-            training.load_config({"loss": "squared-error", "data": {"target": target}}).loss
-            == "squared-error"
-        )
-    x, y = images()
-    config = {**CONFIG, "trainer": {"kind": "dfa", "gain": 0.0}}
-    run = training.train(
-        {**config, "model": {"name": "gru", "options": {"width": 4}}}, data=(x, y), folder=tmp_path / "0"
-    )
+@pytest.mark.parametrize("target", LOSSES)
+def test_the_loss_follows_the_target(target: str) -> None:
+    found = training.load_config({"data": {"target": target}})
+    assert found.loss == LOSSES[target]
+    assert training.load_config(found, ["data.target=class"]).loss == "cross-entropy"
+    given = training.load_config({"loss": "squared-error", "data": {"target": target}})
+    assert given.loss == "squared-error"
+
+
+def test_a_module_takes_gain_0(tmp_path: Path) -> None:
+    model = {"name": "gru", "options": {"width": 4}}
+    config = {**CONFIG, "trainer": {"kind": "dfa", "gain": 0.0}, "model": model}
+    run = training.train(config, data=images(), folder=tmp_path)
     assert run.config.trainer_as(DfaConfig).gain == 0
-    with pytest.raises(ConfigError, match="trainer.gain: 0 leaves a fully connected network"):
-        training.train(config, data=(x.reshape(60, -1), y), folder=tmp_path / "mlp")
 
 
 def test_a_module_of_the_user_has_the_defaults_of_modules(tmp_path: Path) -> None:
     """As a named one has; keys that are given stay, and a fully connected network keeps its own defaults."""
-    x, y = images(80)
-    run = training.train(
-        {"epochs": 1, "trainer": {"kind": "pdfa"}}, data=(x, y), model=module(), folder=tmp_path / "own"
-    )
-    found = run.config
+    data, config = images(80), {"epochs": 1, "trainer": {"kind": "pdfa"}}
+    found = training.train(config, data=data, model=module(), folder=tmp_path / "own").config
     assert (found.model.name, found.optimizer.name, found.optimizer.lr) == ("module", "adam", 0.002)
     assert found.trainer_as(PdfaConfig).encoding == "stochastic"
     with pytest.raises(ConfigError, match="give it again"):
-        training.train({"model": {"name": "module"}}, data=(x, y), folder=tmp_path / "none")
+        training.train({"model": {"name": "module"}}, data=data, folder=tmp_path / "none")

@@ -1,6 +1,7 @@
 """Random copies of images: what they are, that a record's gradient is their mean before the clip, and refusals."""
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.support.run_folders import require_resumed_alike
 CLIP = 0.05
 
 
-def images(n: int = 6, seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def images(n: int = 6) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
     return torch.randn(n, 1, 8, 8, generator=generator), torch.arange(n) % 3
 
 
@@ -49,20 +50,15 @@ def fixed(*moves: int) -> Fixed:
     return one
 
 
-def update(augmentation: Augmentation | None, *, clip: float = CLIP, noise: float = 0.0) -> Tensor:
+def update(augmentation: Augmentation, *, clip: float) -> Tensor:
     """The protected gradient of one step, all parameters."""
     net, (x, y) = conv_net(), images()
-    writer = RecordGradients(
-        clip_norm=clip, noise_multiplier=noise, divisor=4.0, noise=SeededStream(1, "test")
-    )
+    stream = SeededStream(1, "test")
+    writer = RecordGradients(clip_norm=clip, noise_multiplier=0.0, divisor=4.0, noise=stream)
     network = AnyModule(net, n_inputs=64, record_shape=(1, 8, 8), recipe={})
-    trainer = feedback_trainer(
-        ModuleGradients(
-            network, Objective.named("cross-entropy", "class"), seed=3, augmentation=augmentation,
-            tape=RecordTape(net, x[:2]),
-        ),
-        torch.optim.SGD(net.parameters(), lr=0.0), protection=writer,
-    )  # fmt: skip
+    objective, tape = Objective.named("cross-entropy", "class"), RecordTape(net, x[:2])
+    source = ModuleGradients(network, objective, seed=3, augmentation=augmentation, tape=tape)
+    trainer = feedback_trainer(source, torch.optim.SGD(net.parameters(), lr=0.0), protection=writer)
     trainer.step(x.flatten(1), y, step=0, observe=False)
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
@@ -105,9 +101,7 @@ def test_copies_are_uniform_shifts_and_mirror_images() -> None:
     image = torch.arange(side * side, dtype=torch.float32).view(1, 1, side, side)
     torch.manual_seed(11)
     copies = Augmentation(copies=1, mirror=True, shift=shift).copy_of(image.expand(n, 1, side, side))
-    counts: dict[bytes, int] = {}
-    for copy in copies.numpy():
-        counts[copy.tobytes()] = counts.get(copy.tobytes(), 0) + 1
+    counts = Counter(copy.tobytes() for copy in copies.numpy())
     assert len(counts) == 2 * (2 * shift + 1) ** 2
     p = 1 / len(counts)
     assert max(abs(count - n * p) for count in counts.values()) < 5 * math.sqrt(n * p * (1 - p))
@@ -127,10 +121,7 @@ CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp", "augmented_copies": 2, "augment_shift": 1}, "sampler": {"batch_size": 16},
     "protection": {"kind": "record", "epsilon": 8.0}, "model": {"name": "own"},
 }  # fmt: skip
-
-
-def arrays() -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32), np.arange(60) % 3
+ARRAYS = np.random.default_rng(0).random((60, 1, 8, 8), dtype=np.float32), np.arange(60) % 3
 
 
 def own(**changes: Any) -> dict[str, Any]:
@@ -138,24 +129,17 @@ def own(**changes: Any) -> dict[str, Any]:
 
 
 def test_a_protected_run_resumes_to_the_same_bits(tmp_path: Path, stop_at: type) -> None:
-    data = arrays()
-    whole, _ = require_resumed_alike(tmp_path, own(), data, stop_at(4), conv_net)
-    plain = training.train(
-        {**own(), "trainer": {"kind": "bp"}}, data=data, model=conv_net(), folder=tmp_path / "0"
-    )
+    whole, _ = require_resumed_alike(tmp_path, own(), ARRAYS, stop_at(4), conv_net)
+    without = {**own(), "trainer": {"kind": "bp"}}
+    plain = training.train(without, data=ARRAYS, model=conv_net(), folder=tmp_path / "0")
     assert plain.guarantees[0].epsilon == whole.guarantees[0].epsilon  # copies cost nothing
 
 
-@pytest.mark.parametrize(
-    ("changes", "model", "message"),
-    [
-        ({}, None, "is for modules"),
-        ({"trainer": {"augment_shift": 8}}, conv_net, "must be below the side of an image, here 8"),
-        ({"trainer": {"augmented_copies": 0}}, conv_net, "augment_shift.*does nothing here"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "model", "message"), [
+    ({}, None, "is for modules"),
+    ({"trainer": {"augment_shift": 8}}, conv_net, "must be below the side of an image, here 8"),
+    ({"trainer": {"augmented_copies": 0}}, conv_net, "augment_shift.*does nothing here"),
+])  # fmt: skip
 def test_refusals(changes: dict[str, Any], model: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        training.train(
-            own(**changes), data=arrays(), model=None if model is None else model(), folder=tmp_path / "run"
-        )
+        training.train(own(**changes), data=ARRAYS, model=model and model(), folder=tmp_path / "run")

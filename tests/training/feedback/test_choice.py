@@ -17,6 +17,7 @@ from opusim.training.feedback.config import DfaConfig
 from opusim.training.feedback.trainer import feedback_points
 from opusim.training.networks.any_module import AnyModule
 from opusim.training.networks.sequence_models import TransformerEncoder, TransformerLM
+from tests.support.record_models import Custom
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS, LENGTH, WIDTH = 16, 15, 16
@@ -53,16 +54,11 @@ class Gpt(nn.Module):
         return (scores, scores.square().mean()) if self.own_loss else scores
 
 
-class Tagger(nn.Module):
+def tagger() -> nn.Module:
     """Gives one of as many classes as there are tokens to a whole sequence: no language model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.gru = nn.Embedding(TOKENS, WIDTH), nn.GRU(WIDTH, WIDTH, batch_first=True)
-        self.second, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, TOKENS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.second(self.gru(self.embedding(tokens))[0])[0][:, -1])
+    parts = {"embedding": nn.Embedding(TOKENS, WIDTH), "gru": nn.GRU(WIDTH, WIDTH, batch_first=True)}
+    parts |= {"second": nn.GRU(WIDTH, WIDTH, batch_first=True), "head": nn.Linear(WIDTH, TOKENS)}
+    return Custom(lambda m, x: m.head(m.second(m.gru(m.embedding(x))[0])[0][:, -1]), **parts)
 
 
 class Basic(nn.Module):
@@ -81,55 +77,39 @@ class Basic(nn.Module):
         return relu(self.bn(self.conv(x)) + self.shortcut(x))
 
 
-class ResNet(nn.Module):
-    def __init__(self, pre: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 4, 3, padding=1)
-        self.layer1 = nn.Sequential(Basic(4, 4, 1, pre), Basic(4, 4, 1, pre))
-        self.layer2 = nn.Sequential(Basic(4, 8, 2, pre), Basic(8, 8, 1, pre))
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.layer2(self.layer1(self.stem(x))).mean(dim=(2, 3)))
+def resnet(pre: bool = False) -> nn.Module:
+    parts = {
+        "stem": nn.Conv2d(1, 4, 3, padding=1),
+        "layer1": nn.Sequential(*(Basic(4, 4, 1, pre) for _ in range(2))),
+    }
+    parts |= {"layer2": nn.Sequential(Basic(4, 8, 2, pre), Basic(8, 8, 1, pre)), "fc": nn.Linear(8, 3)}
+    return Custom(lambda m, x: m.fc(m.layer2(m.layer1(m.stem(x))).mean(dim=(2, 3))), **parts)
 
 
-class Dense(nn.Module):
+def dense(head: bool) -> nn.Module:
     """Residual convolutions whose last block ends the model, or a convolution behind them and a head."""
-
-    def __init__(self, head: bool) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Basic(1, 4, 1, False), Basic(4, 4, 1, False))
-        self.last, self.fc = (
-            (nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU()), nn.Linear(6, 3)) if head else (None, None)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.blocks(x)
-        return h if self.last is None else self.fc(self.last(h).mean(dim=(2, 3)))
+    blocks = nn.Sequential(Basic(1, 4, 1, False), Basic(4, 4, 1, False))
+    if not head:
+        return Custom(lambda m, x: m.blocks(x), blocks=blocks)
+    last = nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU())
+    ways = {"blocks": blocks, "last": last, "fc": nn.Linear(6, 3)}
+    return Custom(lambda m, x: m.fc(m.last(m.blocks(x)).mean(dim=(2, 3))), **ways)
 
 
-class Functional(nn.Module):
+def functional() -> nn.Module:
     """Two convolutions and two layers, all else functions, as in torch's first tutorial."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(1, 3, 3, padding=1), nn.Conv2d(3, 5, 3, padding=1)
-        self.fc1, self.fc2 = nn.Linear(80, 7), nn.Linear(7, 3)
+    def forward(m: nn.Module, x: Tensor) -> Tensor:
+        x = max_pool2d(relu(m.conv1(x)), 2)
+        return m.fc2(relu(m.fc1(max_pool2d(relu(m.conv2(x)), 2).flatten(1))))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = max_pool2d(relu(self.conv1(x)), 2)
-        return self.fc2(relu(self.fc1(max_pool2d(relu(self.conv2(x)), 2).flatten(1))))
+    convolutions = {"conv1": nn.Conv2d(1, 3, 3, padding=1), "conv2": nn.Conv2d(3, 5, 3, padding=1)}
+    return Custom(forward, **convolutions, fc1=nn.Linear(80, 7), fc2=nn.Linear(7, 3))
 
 
-class Plain(nn.Module):
-    """Two layers and a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.second = nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.norm(self.first(x))))
+def plain() -> nn.Module:
+    parts = {"first": nn.Linear(6, 5), "norm": nn.LayerNorm(5), "second": nn.Linear(5, 3)}
+    return Custom(lambda m, x: m.second(torch.tanh(m.norm(m.first(x)))), **parts)
 
 
 def vgg() -> nn.Sequential:
@@ -156,14 +136,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, dict[str, Any]]] = {
     "own loss": (
         lambda: Gpt(own_loss=True), words, {"points": BLOCKS, "error_at": "lm_head.input", "normalised": True},
     ),
-    "no language model": (Tagger, words, {"points": ("gru", "second")}),
-    "residual convolutions": (ResNet, pixels, {"points": ("layer2.1",)}),
-    "pre-activation": (lambda: ResNet(pre=True), pixels, {"points": ("layer2.1",), "normalised": True}),
-    "a convolution behind the blocks": (lambda: Dense(head=True), pixels, {"points": ("last.1",)}),
-    "blocks at the end": (lambda: Dense(head=False), pixels, {"points": ("blocks.0",)}),
-    "functional convolutions": (Functional, pixels, {"points": ("conv2",), "spread": "full"}),
+    "no language model": (tagger, words, {"points": ("gru", "second")}),
+    "residual convolutions": (resnet, pixels, {"points": ("layer2.1",)}),
+    "pre-activation": (lambda: resnet(pre=True), pixels, {"points": ("layer2.1",), "normalised": True}),
+    "a convolution behind the blocks": (lambda: dense(head=True), pixels, {"points": ("last.1",)}),
+    "blocks at the end": (lambda: dense(head=False), pixels, {"points": ("blocks.0",)}),
+    "functional convolutions": (functional, pixels, {"points": ("conv2",), "spread": "full"}),
     "stacked convolutions": (vgg, pixels, {"points": ("4",), "spread": "full"}),
-    "functional layers": (Plain, numbers, {"points": ("norm",)}),
+    "functional layers": (plain, numbers, {"points": ("norm",)}),
     "layers": (mlp, numbers, {"points": ("1", "3")}),
     "declared": (built_in(TransformerLM), words, {"points": DECLARED, "error_at": "transform"}),
     "declared pre-norm": (
@@ -196,15 +176,13 @@ def test_what_is_chosen_suits_the_model(name: str) -> None:
     looked = FeedbackAlignment(build())
     looked.shape(x[:2])
     assert looked.chosen == wanted
-    pairs = zip(gradients(build, x), gradients(build, x, **wanted), strict=True)
-    assert all(torch.equal(chosen, given) for chosen, given in pairs)
+    assert all(map(torch.equal, gradients(build, x), gradients(build, x, **wanted)))
 
 
 def test_the_error_before_the_vocabulary_layer_is_that_of_the_module_before_it() -> None:
-    pairs = zip(gradients(Gpt, words), gradients(Gpt, words, error_at="norm"), strict=True)
-    assert all(torch.equal(chosen, given) for chosen, given in pairs)
-    other = gradients(Gpt, words, error_at="")
-    assert not all(map(torch.equal, gradients(Gpt, words), other))
+    chosen = gradients(Gpt, words)
+    assert all(map(torch.equal, chosen, gradients(Gpt, words, error_at="norm")))
+    assert not all(map(torch.equal, chosen, gradients(Gpt, words, error_at="")))
     assert FeedbackAlignment(Gpt()).shape(words) == (WIDTH, WIDTH)
 
 
@@ -215,10 +193,9 @@ GIVEN = {"points": "h.0", "error_at": "lm_head", "normalised": False, "spread": 
 @pytest.mark.parametrize("name", GIVEN)
 def test_an_argument_that_is_given_wins(name: str) -> None:
     value = GIVEN[name]
-    model = FeedbackAlignment(Gpt(), **{name: value})
-    tensor(model(words)).sum().backward()
-    free = FeedbackAlignment(Gpt())
-    tensor(free(words)).sum().backward()
+    model, free = FeedbackAlignment(Gpt(), **{name: value}), FeedbackAlignment(Gpt())
+    for each in (model, free):
+        tensor(each(words)).sum().backward()
     others = {**free.chosen, "gain": 1.0 if name == "normalised" else 0.3}
     assert model.chosen == {**others, name: (value,) if name == "points" else value}
     line = next(line for line in repr(model).splitlines() if line.strip().startswith(f"{name}="))
@@ -234,20 +211,17 @@ def convolutions(*head: nn.Module) -> nn.Sequential:
 POOLED = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 
-@pytest.mark.parametrize(
-    ("model", "x", "change", "layer"),
-    [
-        (convolutions(*POOLED), pixels, {}, "6"),
-        (convolutions(*POOLED, nn.LogSoftmax(1)), pixels, {}, "6"),
-        (convolutions(*POOLED), pixels, {"gain": 0.0}, None),
-        (convolutions(*POOLED), pixels, {"error_at": "5"}, None),
-        (convolutions(nn.Flatten(), nn.Linear(8 * 12 * 12, 5)), pixels, {}, None),
-        (convolutions(*POOLED[:2], nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)), pixels, {}, None),
-        (Gpt(), words, {}, None),
-    ],
-)
-def test_the_layer_that_can_start_as_the_gradient_is_told(
-    model: nn.Module, x: Tensor, change: dict[str, Any], layer: str | None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("model", "x", "change", "layer"), [
+    (convolutions(*POOLED), pixels, {}, "6"),
+    (convolutions(*POOLED, nn.LogSoftmax(1)), pixels, {}, "6"),
+    (convolutions(*POOLED), pixels, {"gain": 0.0}, None),
+    (convolutions(*POOLED), pixels, {"error_at": "5"}, None),
+    (convolutions(nn.Flatten(), nn.Linear(8 * 12 * 12, 5)), pixels, {}, None),
+    (convolutions(*POOLED[:2], nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)), pixels, {}, None),
+    (Gpt(), words, {}, None),
+])  # fmt: skip
+def test_a_layer_that_may_start_as_the_gradient_is_told(
+    model: Any, x: Any, change: Any, layer: Any, caplog: Any
 ) -> None:
     aligned = FeedbackAlignment(model, **change)
     assert aligned.unstarted is None  # no sizes yet
@@ -286,31 +260,24 @@ def sequences(n: int = 40) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_a_run_records_what_was_chosen(tmp_path: Path) -> None:
-    config = {"threads": 1, "epochs": 1, "trainer": {"kind": "dfa"}, "data": {"n_classes": TOKENS}}
-    config["sampler"] = {"batch_size": 20}
+    config = {"threads": 1, "epochs": 1, "trainer": {"kind": "dfa"}, "sampler": {"batch_size": 20}}
+    config["data"] = {"n_classes": TOKENS}
     run = training.train(config, data=sequences(), model=Gpt(), folder=tmp_path / "free")
     stored = json.loads((tmp_path / "free" / "config.json").read_text())["config"]["trainer"]
-    wanted: dict[str, Any] = {"points": list(BLOCKS), "error_at": "lm_head.input", "normalised": True}
-    wanted |= {"spread": "broadcast", "gain": 0.3}
+    wanted = PLAIN | {"points": list(BLOCKS), "error_at": "lm_head.input", "normalised": True, "gain": 0.3}
     assert {name: stored[name] for name in wanted} == wanted
     assert run.config.trainer_as(DfaConfig).points == BLOCKS
-    given = {
-        "kind": "dfa", "points": ["h.1"], "error_at": "", "normalised": False, "spread": "full", "gain": 1.0,
-    }  # fmt: skip
+    given = {"kind": "dfa", "points": ["h.1"], "error_at": "", "normalised": False, "spread": "full"}
+    config["trainer"] = given = {**given, "gain": 1.0}
     with pytest.warns(UserWarning, match="no norm follows"):
-        run = training.train(
-            {**config, "trainer": given}, data=sequences(), model=Gpt(), folder=tmp_path / "given"
-        )
+        run = training.train(config, data=sequences(), model=Gpt(), folder=tmp_path / "given")
     assert {name: getattr(run.config.trainer, name) for name in given} == {**given, "points": ("h.1",)}
 
 
 def test_folders_of_earlier_versions_keep_their_points_and_their_error() -> None:
     """They name blocks, no place of the error, and plain feedback."""
     earlier = DfaConfig(points=("blocks",), error_at=None, normalised=False, spread="broadcast")
-    for build, x, points in ((Gpt, words, BLOCKS), (ResNet, pixels, ("layer1.0", "layer1.1", "layer2.0"))):
+    for build, x, points in ((Gpt, words, BLOCKS), (resnet, pixels, ("layer1.0", "layer1.1", "layer2.0"))):
         network = AnyModule(build(), n_inputs=1, record_shape=tuple(x.shape[1:]), recipe={})
         feedback = feedback_points(network, earlier)
         assert feedback.chosen == {**PLAIN, "points": points}
-
-
-# What it is for

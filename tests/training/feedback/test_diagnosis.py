@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from opusim import FeedbackAlignment, open_device
 from opusim.devices.base import NoisyDevice
 from opusim.training.feedback.projection import RelativeTernary
+from tests.support.record_models import Custom
 
 CLASSES, WIDTH, BATCH = 4, 32, 16
 x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(1))
@@ -49,8 +50,7 @@ def test_a_diagnosis_leaves_training_as_it_was(photonic: bool) -> None:
         assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before[1], strict=True))
         loss_of(model).backward()
         trained.append(model)
-    for first, second in zip(*(model.parameters() for model in trained), strict=True):
-        assert torch.equal(first.grad, second.grad)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(*(m.parameters() for m in trained), strict=True))
     deepcopy(trained[1])  # no output is kept
 
 
@@ -93,18 +93,9 @@ def test_cosines_are_those_of_the_gradients() -> None:
 
 
 def test_scale_and_change_tell_of_growth_and_of_unused_depth() -> None:
-    class Added(nn.Module):
-        """Adds a multiple of its input to it."""
-
-        def __init__(self, weight: float) -> None:
-            super().__init__()
-            self.block = nn.Linear(6, 6, bias=False)
-            self.block.weight.data = weight * torch.eye(6)
-
-        def forward(self, h: torch.Tensor) -> torch.Tensor:
-            return h + self.block(h)
-
-    blocks = [Added(weight) for weight in (1.0, 0.0, 3.0, 1.0)]
+    blocks = [Custom(lambda m, h: h + m.block(h), block=nn.Linear(6, 6, bias=False)) for _ in range(4)]
+    for block, weight in zip(blocks, (1.0, 0.0, 3.0, 1.0), strict=True):
+        block.block.weight.data = weight * torch.eye(6)
     model = FeedbackAlignment(nn.Sequential(*blocks, nn.Linear(6, 5)), points=["0", "1", "2"])
     h = torch.randn(BATCH, 6)
     points = model.diagnose(lambda: cross_entropy(model(h), y)).points
@@ -138,10 +129,8 @@ def test_a_device_is_asked_once_and_its_noise_is_told() -> None:
 
 
 def test_a_loss_of_another_model_is_refused() -> None:
-    model = FeedbackAlignment(network())
-    other = network()
-    with pytest.raises(ValueError, match="no forward pass of the model led to"):
-        model.diagnose(lambda: loss_of(other))
-    model.remove()
-    with pytest.raises(ValueError, match="no forward pass of the model led to"):
-        model.diagnose(lambda: loss_of(model))
+    model, removed, other = FeedbackAlignment(network()), FeedbackAlignment(network()), network()
+    removed.remove()
+    for asked, run in ((model, other), (removed, removed)):
+        with pytest.raises(ValueError, match="no forward pass of the model led to"):
+            asked.diagnose(lambda run=run: loss_of(run))

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from opusim import FeedbackAlignment
 from opusim.training.feedback.choice import find_blocks
+from tests.support.record_models import Custom
 
 WIDTH = 8
 
@@ -82,42 +83,28 @@ class Stream(nn.Sequential):
         super().__init__(stem or nn.Linear(WIDTH, WIDTH), block, last, nn.Linear(WIDTH, 3))
 
 
-class Sum(nn.Module):
+def residual(*after: nn.Module) -> nn.Module:
     """x + f(x), and what follows the sum."""
-
-    def __init__(self, *after: nn.Module) -> None:
-        super().__init__()
-        self.f, self.after = nn.Linear(WIDTH, WIDTH), nn.Sequential(*after)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.after(x + self.f(x))
+    parts = {"f": nn.Linear(WIDTH, WIDTH), "after": nn.Sequential(*after)}
+    return Custom(lambda m, x: m.after(x + m.f(x)), **parts)
 
 
-class Affine(nn.Module):
+def affine() -> nn.Module:
     """A linear layer written out; its bias is no residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.b = nn.Parameter(torch.eye(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.w + self.b
-
-
-def pre_norm() -> nn.Module:
-    return layer(norm_first=True)
+    parts = {"w": nn.Parameter(torch.eye(WIDTH)), "b": nn.Parameter(torch.zeros(WIDTH))}
+    return Custom(lambda m, x: x @ m.w + m.b, **parts)
 
 
 STREAMS = {
-    "pre-norm": (pre_norm, True),
-    "no norm": (Sum, True),
-    "relu of the sum": (lambda: Sum(nn.ReLU()), True),
-    "dropout of the sum": (lambda: Sum(nn.Dropout(0.1)), True),
+    "pre-norm": (lambda: layer(norm_first=True), True),
+    "no norm": (residual, True),
+    "relu of the sum": (lambda: residual(nn.ReLU()), True),
+    "dropout of the sum": (lambda: residual(nn.Dropout(0.1)), True),
     "post-norm": (layer, False),
-    "norm after the sum": (lambda: Sum(nn.LayerNorm(WIDTH)), False),
-    "bounded": (lambda: Sum(nn.Tanh()), False),
+    "norm after the sum": (lambda: residual(nn.LayerNorm(WIDTH)), False),
+    "bounded": (lambda: residual(nn.Tanh()), False),
     "multilayer perceptron": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), False),
-    "written out": (Affine, False),
+    "written out": (affine, False),
 }
 
 

@@ -29,6 +29,7 @@ from opusim.training.protections.record import RecordGradients
 from opusim.training.runs.checkpoints import list_checkpoints, read_checkpoint
 from tests.support.record_models import Custom
 from tests.support.run_folders import require_resumed_alike
+from tests.support.shared_checks import with_marks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,15 +68,11 @@ BUILT_IN: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gru": ("bp", {"width": 8}, TOKENS),
     "transformer-lm": ("pdfa", {"width": 16, "depth": 2, "heads": 2}, {**TOKENS, "n_classes": 5}),
 }
-
-
 QUICK = {"conv-small", "vit-small", "mixer-small", "transformer-lm"}
 """Built-in models of each trainer's rule for images, and one for tokens."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in BUILT_IN]
-)
+@pytest.mark.parametrize("name", with_marks(BUILT_IN, BUILT_IN.keys() - QUICK))
 def test_every_built_in_model_trains_with_a_proven_statement(tmp_path: Path, name: str) -> None:
     kind, options, data = BUILT_IN[name]
     config = {**CONFIG, "trainer": {"kind": kind}, "model": {"name": name, "options": options}, "epochs": 1}
@@ -90,36 +87,29 @@ def test_every_built_in_model_trains_with_a_proven_statement(tmp_path: Path, nam
     assert any("no layer, hook or loss mixes" in line.text for line in run.guarantees[0].assumptions)
 
 
-def private_trainer(
-    model: nn.Module, x: Tensor, *, kind: str = "bp", clip: float = 0.5, noise: float = 0.0, lr: float = 1.0
-) -> tuple[FeedbackTrainer, RecordGradients]:
-    """A trainer whose private step divides by 8."""
+def private_trainer(model: nn.Module, x: Tensor, *, kind: str = "bp", noise: float = 0.0) -> FeedbackTrainer:
+    """A trainer whose private step clips to 0.5 and divides by 8."""
     view = AnyModule(model, n_inputs=x[0].numel(), record_shape=x.shape[1:], recipe={})
-    feedback = None
+    feedback, objective = None, Objective.named("cross-entropy", "class")
     if kind == "pdfa":
         device = open_device("gaussian", n_inputs=3, n_outputs=400, seed=3, noise={"sigma": 0.3})
         feedback = FeedbackAlignment(model, ["2", "5"], device=device, encoding="ternary")
-    writer = RecordGradients(
-        clip_norm=clip, noise_multiplier=noise, divisor=8.0, noise=SeededStream(1, "test")
-    )
+    stream = SeededStream(1, "test")
+    writer = RecordGradients(clip_norm=0.5, noise_multiplier=noise, divisor=8.0, noise=stream)
     tape = RecordTape(model.train(), x[:3])
-    trainer = feedback_trainer(
-        ModuleGradients(view, Objective.named("cross-entropy", "class"), feedback=feedback, seed=3, tape=tape),
-        make_optimizer(view.parameters, OptimizerConfig(lr=lr, momentum=0.0)), protection=writer,
-    )  # fmt: skip
-    return trainer, writer
+    source = ModuleGradients(view, objective, feedback=feedback, seed=3, tape=tape)
+    optimizer = make_optimizer(view.parameters, OptimizerConfig(lr=1.0, momentum=0.0))
+    return feedback_trainer(source, optimizer, protection=writer)
 
 
 def gradients(trainer: Trainer) -> list[Tensor]:
     return [p.grad.clone() for p in trainer.model.parameters() if p.grad is not None]
 
 
-def test_a_private_photonic_step_is_that_of_records_with_the_same_noise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_private_photonic_step_is_that_of_records_with_the_same_noise(monkeypatch: Any) -> None:
     x, y = (torch.as_tensor(part[:9]) for part in images())
     flat, model = x.float().flatten(1), module(dropout=0.0)
-    trainer, _ = private_trainer(model, x.float(), kind="pdfa")
+    trainer = private_trainer(model, x.float(), kind="pdfa")
     kept: list[Tensor] = []
     read = FeedbackAlignment._read
     monkeypatch.setattr(FeedbackAlignment, "_read", lambda *args: kept.append(read(*args)) or kept[-1])
@@ -138,8 +128,7 @@ def test_a_private_photonic_step_is_that_of_records_with_the_same_noise(
         for total, gradient in zip(totals, own, strict=True):
             total += gradient * min(1.0, 0.5 / norm) / 8.0
     assert clipped > 0
-    for gradient, total in zip(found, totals, strict=True):
-        torch.testing.assert_close(gradient, total, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, totals, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("bp", marks=pytest.mark.slow), "pdfa"])
@@ -177,28 +166,22 @@ def content(folder: Path) -> dict[str, Any]:
 def test_a_release_run_keeps_nothing_that_depends_on_its_records(tmp_path: Path) -> None:
     """Records of zeros, and records whose losses and gradients are not finite: the same files, the same figures."""
     (x, y), found = images(), []
-    extreme = np.full_like(x, 3e38)
-    for number, values in enumerate((np.zeros_like(x), extreme)):
-        config = {
-            **CONFIG, "mode": "release", "epochs": 1, "trainer": {"kind": "pdfa"},
-            "checkpoint": {"every_steps": 1, "keep": 20},
-        }  # fmt: skip
-        folder = tmp_path / str(number)
-        run = training.train(config, data=(values, y), model=module(), folder=folder)
+    config = {**CONFIG, "mode": "release", "epochs": 1, "trainer": {"kind": "pdfa"}}
+    config["checkpoint"] = {"every_steps": 1, "keep": 20}
+    for value in (0.0, 3e38):
+        folder, data = tmp_path / str(value), (np.full_like(x, value), y)
+        run = training.train(config, data=data, model=module(), folder=folder)
         assert run.guarantees[0].status == "proven"
         found.append(content(folder))
     assert found[0] == found[1]
     assert found[0]["summary.json"].keys() == {"schema_version", "seal", "steps"}
 
 
-def test_the_feedback_is_calibrated_before_any_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_feedback_is_calibrated_before_any_record(tmp_path: Path, monkeypatch: Any) -> None:
     """A checkpoint after empty batches would otherwise tell that they were empty."""
     monkeypatch.setattr(PoissonSampler, "indices", lambda self, step: torch.zeros(0, dtype=torch.int64))
-    config = {
-        **CONFIG, "trainer": {"kind": "pdfa", "encoding": "ternary"}, "checkpoint": {"every_steps": 1, "keep": 3},
-    }  # fmt: skip
+    config = {**CONFIG, "trainer": {"kind": "pdfa", "encoding": "ternary"}}
+    config["checkpoint"] = {"every_steps": 1, "keep": 3}
     run = training.train(config, data=images(), model=module(), folder=tmp_path / "run")
     last = read_checkpoint(list_checkpoints(run.folder.checkpoints)[-1])
     (column_sum,) = (tensor for name, tensor in last.tensors.items() if name.endswith("column_sum"))
@@ -209,19 +192,18 @@ def test_no_value_of_a_record_stops_a_private_step_or_reaches_the_parameters() -
     x, y = (torch.as_tensor(part[:6]) for part in images())
     flat, moved = x.float().flatten(1), []
     for value in (0.0, math.nan, math.inf, 3e38):
-        trainer, _ = private_trainer(module(dropout=0.0), x.float())
-        rows, labels = (
-            (flat, y) if value == 0.0 else (torch.cat([flat, flat[:1] * 0 + value]), y[[*range(6), 0]])
-        )
+        trainer = private_trainer(module(dropout=0.0), x.float())
+        rows, labels = flat, y
+        if value != 0.0:
+            rows, labels = torch.cat([flat, flat[:1] * 0 + value]), y[[*range(6), 0]]
         trainer.step(rows, labels, step=0, observe=False)
         moved.append(torch.cat([g.flatten() for g in gradients(trainer)]))
-    for other in moved[1:]:
-        torch.testing.assert_close(other, moved[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(moved[1:], 3 * moved[:1], rtol=1e-5, atol=1e-7)
 
 
 def test_an_empty_batch_takes_its_noise() -> None:
     x = torch.as_tensor(images()[0][:3]).float()
-    trainer, _ = private_trainer(module(), x, noise=2.0)
+    trainer = private_trainer(module(), x, noise=2.0)
     trainer.step(x.flatten(1)[:0], torch.zeros(0, dtype=torch.int64), step=0, observe=False)
     noise = torch.cat([g.flatten() for g in gradients(trainer)]).double()
     wanted = (2.0 * 0.5 / 8.0) ** 2
@@ -233,25 +215,9 @@ def test_an_empty_batch_takes_its_noise() -> None:
 # What is refused
 
 
-def net(part: nn.Module | None = None) -> nn.Module:
+def net() -> nn.Module:
     torch.manual_seed(2)
-    parts = [part] if part is not None else []
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), *parts, nn.Linear(4, 3))
-
-
-def hooked(kind: str) -> nn.Module:
-    model = net()
-    if kind == "parameter":
-        model[0].weight.register_hook(lambda gradient: gradient * 0.5)
-    else:
-        model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    return model
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a hook on a parameter": (lambda: hooked("parameter"), "parameter '0.weight' has a gradient hook"),
-    "a later hook on a parameter": (lambda: hooked("accumulated"), "'0.weight' has a gradient hook"),
-}
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
 def invented() -> tuple[Tensor, Tensor]:
@@ -265,24 +231,22 @@ def loss(output: Tensor, y: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output, y, reduction="none")
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_module_in_which_records_meet_is_refused(case: str) -> None:
-    build, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message) as raised:
-        require_separate_steps(build(), loss, *invented())
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_refused(kind: str) -> None:
+    model = net()
+    getattr(model[0].weight, kind)(lambda _: None)
+    with pytest.raises(ValueError, match="'0.weight' has a gradient hook") as raised:
+        require_separate_steps(model, loss, *invented())
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    "mixing",
-    [
-        lambda output, y: loss(output, y) / len(y),
-        lambda output, y: loss(output - output.mean(dim=0), y),
-        lambda output, y: loss(output, y) * (1 + (y == y[0]).float().mean()),
-        lambda output, y: loss(output, y) + 1e-3 * output.std(),
-        lambda output, y: loss(output, y).mean().expand(len(y)),
-    ],
-)
+@pytest.mark.parametrize("mixing", [
+    lambda output, y: loss(output, y) / len(y),
+    lambda output, y: loss(output - output.mean(dim=0), y),
+    lambda output, y: loss(output, y) * (1 + (y == y[0]).float().mean()),
+    lambda output, y: loss(output, y) + 1e-3 * output.std(),
+    lambda output, y: loss(output, y).mean().expand(len(y)),
+])  # fmt: skip
 def test_a_loss_in_which_records_meet_is_refused(mixing: Callable[[Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match="loss: the loss of one record depends on other records"):
         require_separate_steps(net(), mixing, *invented())
@@ -312,9 +276,8 @@ def test_a_model_with_batch_norm_takes_group_norm(tmp_path: Path, caplog: pytest
 
 
 def test_batch_norm_by_name_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = {"name": "resnet-small", "options": {"norm": "batch"}}
+    config = CONFIG | {"model": model, "trainer": {"kind": "bp"}}
     with pytest.raises(ConfigError, match="model.options.norm: 'batch' is BatchNorm2d .* take 'group'"):
-        training.train(
-            CONFIG | {"model": {"name": "resnet-small", "options": {"norm": "batch"}}, "trainer": {"kind": "bp"}},
-            data=images(), folder=tmp_path / "a",
-        )  # fmt: skip
+        training.train(config, data=images(), folder=tmp_path / "a")
     assert not (tmp_path / "a" / "config.json").exists()

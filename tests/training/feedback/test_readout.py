@@ -1,5 +1,6 @@
 """A learnt read-out starts as plain feedback, predicts true gradients, and touches nothing else."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,23 +12,19 @@ from torch import Tensor, nn
 import opusim
 from opusim.training.feedback.layout import LearntReadout
 from tests.support.private_loops import parts, private_loop
+from tests.support.record_models import Custom
 
 
-class Stream(nn.Module):
+def stream(m: nn.Module, x: Tensor) -> Tensor:
+    for block in m.blocks:
+        x = x + 0.5 * block(x)
+    return m.head(x)
+
+
+def residual() -> nn.Module:
     """A linear residual stream: the gradient at a point is a fixed linear map of the error."""
-
-    def __init__(self, *, norm: bool = False) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.norm = nn.LayerNorm(16) if norm else nn.Identity()
-        self.head = nn.Linear(16, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + 0.5 * block(x)
-        out: Tensor = self.head(self.norm(x))
-        return out
+    torch.manual_seed(0)
+    return Custom(stream, blocks=nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), head=nn.Linear(16, 6))
 
 
 def convolutions() -> nn.Module:
@@ -52,13 +49,14 @@ def gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
+BOTH = ["blocks.0", "blocks.1"]
 CASES: dict[str, tuple[Any, tuple[int, ...], dict[str, Any]]] = {
-    "records": (Stream, (40, 16), {"points": ["blocks.0", "blocks.1"]}),
-    "positions": (Stream, (10, 5, 16), {"points": ["blocks.0", "blocks.1"]}),
-    "summed rows": (Stream, (10, 5, 16), {"points": ["blocks.0", "blocks.1"], "rows": "sum"}),
-    "drawn rows": (Stream, (10, 5, 16), {"points": ["blocks.0", "blocks.1"], "rows": 3}),
-    "own slices": (Stream, (40, 16), {"points": ["blocks.0", "blocks.1"], "slices": "own"}),
-    "normalised": (Stream, (10, 5, 16), {"points": ["blocks.0"], "normalised": True}),
+    "records": (residual, (40, 16), {"points": BOTH}),
+    "positions": (residual, (10, 5, 16), {"points": BOTH}),
+    "summed rows": (residual, (10, 5, 16), {"points": BOTH, "rows": "sum"}),
+    "drawn rows": (residual, (10, 5, 16), {"points": BOTH, "rows": 3}),
+    "own slices": (residual, (40, 16), {"points": BOTH, "slices": "own"}),
+    "normalised": (residual, (10, 5, 16), {"points": ["blocks.0"], "normalised": True}),
     "broadcast": (convolutions, (20, 1, 8, 8), {"points": ["1"], "spread": "broadcast"}),
     "full": (convolutions, (20, 1, 8, 8), {"points": ["1"], "spread": "full"}),
 }
@@ -73,8 +71,7 @@ def test_it_starts_as_plain_feedback(name: str) -> None:
     learnt = opusim.FeedbackAlignment(build(), **options)
     learnt.shape(x[:2])
     assert learnt.start_readout().updates == 0
-    for own, other in zip(gradients(learnt, x, y), wanted, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradients(learnt, x, y), wanted, rtol=1e-5, atol=1e-7)
 
 
 def alignment(feedback: opusim.FeedbackAlignment, x: Tensor, y: Tensor) -> float:
@@ -83,7 +80,7 @@ def alignment(feedback: opusim.FeedbackAlignment, x: Tensor, y: Tensor) -> float
 
 @pytest.mark.parametrize("options", [{}, {"slices": "own"}])
 def test_it_finds_a_linear_gradient(options: dict[str, Any]) -> None:
-    feedback = opusim.FeedbackAlignment(Stream(), ["blocks.0", "blocks.1"], **options)
+    feedback = opusim.FeedbackAlignment(residual(), BOTH, **options)
     x, y = rows((200, 16))
     other = rows((200, 16), seed=1)
     plain = alignment(feedback, *other)
@@ -98,12 +95,11 @@ def test_it_finds_a_linear_gradient(options: dict[str, Any]) -> None:
 
 def test_rows_of_other_records_would_be_seen() -> None:
     """Planted fault: gradients are paired with the readings of other records."""
-    feedback = opusim.FeedbackAlignment(Stream(), ["blocks.0", "blocks.1"])
+    feedback = opusim.FeedbackAlignment(residual(), BOTH)
     x, y = rows((200, 16))
     fit = LearntReadout.fit
-    with patch.object(
-        LearntReadout, "fit", lambda self, n, r, g, plain: fit(self, n, r, g.roll(1, 0), plain=plain)
-    ):
+    shifted = {"fit": lambda self, n, r, g, plain: fit(self, n, r, g.roll(1, 0), plain=plain)}
+    with patch.multiple(LearntReadout, **shifted):
         feedback.fit_readout(lambda: loss_of(feedback, x, y), plain=0.0)
     assert alignment(feedback, *rows((200, 16), seed=1)) < 0.6
 
@@ -112,9 +108,7 @@ def test_more_outputs_average_the_noise_of_a_device() -> None:
     found = []
     for outputs in (16, 512):
         device = opusim.open_device("gaussian", n_inputs=6, n_outputs=outputs, seed=0, noise={"sigma": 2.0})
-        feedback = opusim.FeedbackAlignment(
-            Stream(), ["blocks.0", "blocks.1"], device=device, encoding="planes"
-        )
+        feedback = opusim.FeedbackAlignment(residual(), BOTH, device=device, encoding="planes")
         for seed in range(3):
             x, y = rows((400, 16), seed)
             feedback.fit_readout(lambda f=feedback, x=x, y=y: loss_of(f, x, y), plain=0.0)
@@ -140,15 +134,13 @@ def test_it_moves_nothing_but_itself() -> None:
 
 def test_a_saved_read_out_goes_on() -> None:
     x, y = rows((40, 16))
-    one = opusim.FeedbackAlignment(Stream(), ["blocks.0", "blocks.1"])
+    one, other = (opusim.FeedbackAlignment(residual(), BOTH) for _ in range(2))
     one.fit_readout(lambda: loss_of(one, x, y))
-    other = opusim.FeedbackAlignment(Stream(), ["blocks.0", "blocks.1"])
     other.shape(x[:2])
     other.start_readout().load_state_dict(one.start_readout().state_dict())
     for feedback in (one, other):
         feedback.fit_readout(lambda feedback=feedback: loss_of(feedback, *rows((40, 16), seed=1)))
-    for own, theirs in zip(gradients(one, x, y), gradients(other, x, y), strict=True):
-        assert torch.equal(own, theirs)
+    assert all(map(torch.equal, gradients(one, x, y), gradients(other, x, y)))
     different = opusim.FeedbackAlignment(convolutions(), ["1"])
     different.shape(rows((2, 1, 8, 8))[0])
     with pytest.raises(ValueError, match="state: has tensors of shapes"):
@@ -156,36 +148,26 @@ def test_a_saved_read_out_goes_on() -> None:
 
 
 def test_what_it_refuses(tmp_path: Path) -> None:
-    feedback = opusim.FeedbackAlignment(Stream(), ["blocks.0"])
+    feedback = opusim.FeedbackAlignment(residual(), ["blocks.0"])
     with pytest.raises(RuntimeError, match=r"call shape\(x\) with two records first"):
         feedback.start_readout()
     with pytest.raises(ValueError, match="no forward pass of the model led to"):
         feedback.fit_readout(lambda: torch.zeros((), requires_grad=True).exp())
     model = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3))
     points = opusim.FeedbackAlignment(model, ["1"])
-    private = pytest.raises(RuntimeError, match="fit_readout: a private loop trains the model")
-    with private_loop(tmp_path / "first", parts(model)), private:
-        points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
+    fit = partial(points.fit_readout, lambda: points(torch.randn(4, 8)).square().mean())
     with private_loop(tmp_path / "open", parts(model)):
         with pytest.raises(ValueError, match="in a private loop already"):
             private_loop(tmp_path / "second", parts(model))
         with pytest.raises(RuntimeError, match="fit_readout: a private loop trains the model"):
-            points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
-    points.fit_readout(lambda: points(torch.randn(4, 8)).square().mean())
+            fit()
+    fit()
 
-    class Calls(nn.Module):
-        """Holds the model outside torch's registry."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.__dict__["model"], self.own = model, nn.ParameterList(model.parameters())
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.model(x)
-            return found
-
+    hidden = Custom(
+        lambda m, x: model(x), own=nn.ParameterList(model.parameters())
+    )  # outside torch's registry
     with pytest.raises(TypeError, match="which is no submodule of it"):
-        private_loop(tmp_path / "hidden", parts(Calls()))
+        private_loop(tmp_path / "hidden", parts(hidden))
 
 
 @pytest.mark.parametrize("trainer", ["bp", "pdfa"])
@@ -194,9 +176,8 @@ def test_a_run_refuses_a_module_that_carries_points(trainer: str, tmp_path: Path
     x, y = rows((60, 16))
     model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 6))
     points = opusim.FeedbackAlignment(model, ["1"])
-    config = {
-        "trainer": {"kind": trainer}, "data": {"n_classes": 6}, "epochs": 1, "sampler": {"batch_size": 20},
-    }  # fmt: skip
+    config = {"trainer": {"kind": trainer}, "data": {"n_classes": 6}, "epochs": 1}
+    config["sampler"] = {"batch_size": 20}
     with pytest.raises(ValueError, match="model has feedback points already; call remove"):
         opusim.train(config, data=(x, y), model=model, folder=tmp_path / "run")
     opusim.train(config, data=(x, y), model=points.remove(), folder=tmp_path / "plain")

@@ -1,6 +1,7 @@
 """Wrap a module with feedback points: state dicts, copies, checkpointing, and what is refused."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -13,6 +14,7 @@ from opusim import FeedbackAlignment, open_device
 from tests.support.record_models import Custom
 
 WIDTH, CLASSES = 6, 3
+Run = Callable[[nn.Module, Tensor], Tensor]
 x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
 y = torch.arange(8) % CLASSES
 
@@ -29,9 +31,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Three blocks, of which the first two are points, and a head; `run` calls a block."""
 
-    def __init__(
-        self, run: Callable[[nn.Module, Tensor], Tensor] | None = None, together: bool = False
-    ) -> None:
+    def __init__(self, run: Run | None = None, together: bool = False) -> None:
         super().__init__()
         torch.manual_seed(2)
         self.model = nn.ModuleList(Block() for _ in range(3))  # the name that the wrapper uses as well
@@ -62,23 +62,12 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 # State dicts
 
 
-class Outer(nn.Module):
-    """A larger model in which the wrapped one is a part."""
-
-    def __init__(self, body: nn.Module) -> None:
-        super().__init__()
-        self.stem, self.body = nn.Linear(2, 2), body
-
-
-class Parallel(nn.Module):
-    """Names its part as DistributedDataParallel does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-NESTINGS = {"bare": lambda m: m, "nested": Outer, "parallel": Parallel, "list": lambda m: nn.ModuleList([m])}
+NESTINGS = {
+    "bare": lambda m: m,
+    "nested": lambda m: nn.ModuleDict({"stem": nn.Linear(2, 2), "body": m}),
+    "parallel": lambda m: nn.ModuleDict({"module": m}),  # as DistributedDataParallel names its part
+    "list": lambda m: nn.ModuleList([m]),
+}
 
 
 @pytest.mark.parametrize("nest", NESTINGS.values(), ids=NESTINGS)
@@ -103,9 +92,8 @@ def test_parameters_and_buffers_have_names_of_the_state_dict(nest: Callable[[nn.
         assert [name for name, _ in getattr(wrapped, kind)()] == [name for name, _ in getattr(plain, kind)()]
         for name, tensor in getattr(wrapped, kind)():
             assert torch.equal(tensor, wrapped.state_dict()[name])
-    assert (
-        len(dict(wrapped.named_modules())) == len(list(wrapped.modules())) == len(list(plain.modules())) + 1
-    )
+    modules = list(wrapped.modules())
+    assert len(dict(wrapped.named_modules())) == len(modules) == len(list(plain.modules())) + 1
     assert next(wrapped.modules()) is wrapped
 
 
@@ -122,7 +110,7 @@ class Scaled(Net):
 
 
 class Flat(nn.Module):
-    """A parameter and a buffer beside two layers."""
+    """A parameter and a buffer next to two layers; no part is named `model`, as the wrapper's is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,16 +134,14 @@ def test_functional_calls_take_every_parameter_and_buffer_by_its_name() -> None:
 
 
 def test_keys_that_differ_by_the_wrappers_own_name_stay_apart() -> None:
-    class Awkward(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-            self.add_module("0", nn.Linear(2, 2))
+    def awkward() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+        return nn.ModuleDict({"model": inner, "0": nn.Linear(2, 2)})
 
-    plain = Awkward()
+    plain = awkward()
     model = FeedbackAlignment(deepcopy(plain), ["model.1"])
     assert same(model.state_dict(), plain.state_dict())
-    model.load_state_dict(Awkward().state_dict())
+    model.load_state_dict(awkward().state_dict())
     assert not same(model.state_dict(), plain.state_dict())
     model.load_state_dict(plain.state_dict())
     assert same(model.state_dict(), plain.state_dict())
@@ -199,10 +185,9 @@ def test_evaluation_is_the_plain_model(mode: str) -> None:
     plain, model = Net(), FeedbackAlignment(Net())
     if mode == "eval":
         plain.eval(), model.eval()
+    modes = {"eval": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
+    with modes[mode]():
         assert torch.equal(model(x), plain(x))
-    else:
-        with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-            assert torch.equal(model(x), plain(x))
     assert same(model.state_dict(), plain.state_dict())  # running means
 
 
@@ -224,16 +209,12 @@ def test_the_model_itself_learns_through_its_points() -> None:
     deepcopy(model)
 
 
-def test_attributes_of_the_model_are_found() -> None:
+def test_attributes_of_the_model_are_found_and_its_torch_device() -> None:
+    """As loops write `x.to(model.device)`; the noisy device has a name of its own, and may be assigned to either."""
     model = FeedbackAlignment(Net())
     assert model.head is model.model.head
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'tail'"):
         _ = model.tail
-
-
-def test_device_is_the_torch_device_of_the_model() -> None:
-    """As loops write `x.to(model.device)`; the noisy device has a name of its own, and may be assigned to either."""
-    model = FeedbackAlignment(Net())
     assert model.device == torch.device("cpu")
     assert model.to("meta").device == torch.device("meta")
     assert FeedbackAlignment(nn.Sequential(nn.Tanh()), "0").device == torch.device("cpu")
@@ -246,21 +227,19 @@ def test_device_is_the_torch_device_of_the_model() -> None:
 # Activation checkpointing
 
 
+def checkpointed(use_reentrant: bool) -> Run:
+    return lambda block, h: checkpoint(block, h, use_reentrant=use_reentrant)
+
+
 @pytest.mark.parametrize("point", ["inside", "outside", "around all"])
 def test_checkpointing_changes_no_gradient(point: str) -> None:
     """Parts that run again in the backward pass are cut at the same places."""
-    runs = []
-
-    def run(block: nn.Module, h: Tensor) -> Tensor:
-        return checkpoint(block, h, use_reentrant=False)
-
-    wanted = gradients(FeedbackAlignment(Net()).model)
-    net = Net(run=run if point == "outside" else None, together=point == "inside")
+    runs, wanted = [], gradients(FeedbackAlignment(Net()).model)
+    net = Net(run=checkpointed(False) if point == "outside" else None, together=point == "inside")
     net.model[0].linear.register_forward_hook(lambda *_: runs.append(1))
     model = FeedbackAlignment(net)
     if point == "around all":
-        found = checkpoint(model, x, use_reentrant=False)
-        cross_entropy(found, y).backward()
+        cross_entropy(checkpoint(model, x, use_reentrant=False), y).backward()
         assert same({n: p.grad for n, p in net.named_parameters()}, wanted)
     else:
         assert same(gradients(net), wanted)
@@ -271,17 +250,17 @@ def test_checkpointing_changes_no_gradient(point: str) -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_backpropagation_through_checkpointed_points(together: bool) -> None:
     wanted = gradients(Net())
-    net = Net(run=None if together else lambda b, h: checkpoint(b, h, use_reentrant=False), together=together)
+    net = Net(run=None if together else checkpointed(False), together=together)
     with FeedbackAlignment(net).backpropagating():
         assert same(gradients(net), wanted)
 
 
 def test_reentrant_checkpointing_is_refused_by_name() -> None:
-    net = Net(run=lambda block, h: checkpoint(block, h, use_reentrant=True))
+    net = Net(run=checkpointed(True))
     model = FeedbackAlignment(net)
     with pytest.raises(ValueError, match=r"'model\.0' computes without gradients.*use_reentrant=False"):
         model(x.clone().requires_grad_())
-    net.run = lambda block, h: checkpoint(block, h, use_reentrant=False)  # the remedy
+    net.run = checkpointed(False)  # the remedy
     gradients(model)
 
 
@@ -298,25 +277,22 @@ def test_a_second_wrapper_is_refused_until_the_first_is_removed() -> None:
     FeedbackAlignment(first.remove())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"points": "model.o"}, "points: no submodule is 'model.o'; did you mean 'model.2' or"),
-        ({"points": ["model.0", nn.GRU]}, "points: no submodule is GRU; it has model, model.0"),
-        ({"points": []}, "points is empty; give names"),
-        ({"error_at": "haed"}, "error_at = 'haed' is no submodule; did you mean 'head'"),
-        ({"points": "model.1", "error_at": "model.1"}, "'model.1' is a feedback point too; leave it out"),
-        ({"rows": 0}, "rows = 0: must be at least 1"),
-        ({"rows": "all"}, "rows = 'all': must be one of 'each', 'sum'; or give a number"),
-        ({"spread": "wide"}, "spread = 'wide': must be one of"),
-        ({"slices": "common"}, "slices = 'common': must be one of"),
-        ({"encoding": "binary"}, "encoding = 'binary': must be one of"),
-        ({"encoding": "planes", "planes": 0}, r"planes = 0: must be an integer in \[1, 24\]"),
-        ({"encoding": "ternary", "threshold": -1.0}, "threshold = -1.0: must be finite and at least 0"),
-        ({"gain": -1.0}, "gain = -1.0: must be finite and at least 0"),
-        ({"seed": -1}, "seed = -1: must be an integer"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"points": "model.o"}, "points: no submodule is 'model.o'; did you mean 'model.2' or"),
+    ({"points": ["model.0", nn.GRU]}, "points: no submodule is GRU; it has model, model.0"),
+    ({"points": []}, "points is empty; give names"),
+    ({"error_at": "haed"}, "error_at = 'haed' is no submodule; did you mean 'head'"),
+    ({"points": "model.1", "error_at": "model.1"}, "'model.1' is a feedback point too; leave it out"),
+    ({"rows": 0}, "rows = 0: must be at least 1"),
+    ({"rows": "all"}, "rows = 'all': must be one of 'each', 'sum'; or give a number"),
+    ({"spread": "wide"}, "spread = 'wide': must be one of"),
+    ({"slices": "common"}, "slices = 'common': must be one of"),
+    ({"encoding": "binary"}, "encoding = 'binary': must be one of"),
+    ({"encoding": "planes", "planes": 0}, r"planes = 0: must be an integer in \[1, 24\]"),
+    ({"encoding": "ternary", "threshold": -1.0}, "threshold = -1.0: must be finite and at least 0"),
+    ({"gain": -1.0}, "gain = -1.0: must be finite and at least 0"),
+    ({"seed": -1}, "seed = -1: must be an integer"),
+])  # fmt: skip
 def test_arguments_are_refused_with_a_remedy(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FeedbackAlignment(Net(), **options)
@@ -330,13 +306,15 @@ def test_points_are_names_patterns_or_classes() -> None:
         FeedbackAlignment(Net(), [3])
 
 
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES))
+
+
 def test_points_and_error_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ValueError, match=r"point 'model\.2' does not run before the error is taken"):
         FeedbackAlignment(Net(), ["model.0", "model.2"], error_at="model.1")(x)
-    with pytest.raises(
-        ValueError, match=r"the error is taken at the output of point '2'; leave it out of points"
-    ):
-        FeedbackAlignment(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)), nn.Linear)(x)
+    with pytest.raises(ValueError, match="error is taken at the output of point '2'; leave it out of points"):
+        FeedbackAlignment(layers(), nn.Linear)(x)
     idle = Net()
     idle.unused = nn.Linear(1, 1)
     with pytest.raises(ValueError, match=r"error_at = 'unused' did not run in this forward pass"):
@@ -344,8 +322,7 @@ def test_points_and_error_that_do_not_fit_together_are_refused() -> None:
 
     class Pair(Net):
         def forward(self, h: Tensor) -> tuple[Tensor, Tensor]:
-            z = super().forward(h)
-            return z, self.head(h)
+            return super().forward(h), self.head(h)
 
     with pytest.raises(ValueError, match="the model returns tuple instead of one tensor; name the submodule"):
         FeedbackAlignment(Pair())(x)
@@ -424,9 +401,7 @@ def test_no_gain_uses_no_device_and_warns_of_nothing() -> None:
     model = FeedbackAlignment(Net(), gain=0, device=device)
     cross_entropy(model(x), y).backward()
     assert device.usage.frames == 0
-    with_zeros = [not bool(parameter.grad.any()) for parameter in model.parameters()]
-    assert True in with_zeros
-    assert False in with_zeros
+    assert {bool(parameter.grad.any()) for parameter in model.parameters()} == {True, False}
     with pytest.raises(ValueError, match="gain = 0 sends no feedback"):
         model.diagnose(lambda: cross_entropy(model(x), y))
 
@@ -448,7 +423,7 @@ EXPORTS = {
 @pytest.mark.parametrize("name", EXPORTS)
 def test_exports_are_refused_until_the_points_are_removed(name: str) -> None:
     def new() -> FeedbackAlignment:
-        return FeedbackAlignment(nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh(), nn.Linear(4, CLASSES)).eval())
+        return FeedbackAlignment(layers().eval())
 
     line = rf"{name.removeprefix('strict ')} cannot record feedback points.*plain model, which remove\(\)"
     with torch.no_grad():
@@ -473,8 +448,7 @@ def test_a_model_without_storage_has_a_shape_and_does_not_learn() -> None:
 def test_an_error_in_one_of_several_tensors_is_refused() -> None:
     """What the loss takes of the other tensors would send nothing to the blocks before."""
     parts = {"block": nn.Sequential(nn.Linear(6, 6), nn.Tanh()), "top": nn.LSTM(6, 6)}
-    model = FeedbackAlignment(
-        Custom(lambda m, x: m.top(m.block(x))[1][0], **parts), ["block"], error_at="top"
-    )
+    net = Custom(lambda m, x: m.top(m.block(x))[1][0], **parts)
+    model = FeedbackAlignment(net, ["block"], error_at="top")
     with pytest.raises(ValueError, match="returns several tensors"):
         model(torch.randn(3, 6))

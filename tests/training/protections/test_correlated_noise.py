@@ -15,6 +15,7 @@ from scipy.stats import norm
 
 from opusim import training
 from opusim.accounting.guarantee import BudgetExceeded, NoGuarantee, Status
+from opusim.description.section import merged
 from opusim.errors import ConfigError
 from opusim.randomness.streams import CorrelatedStream, SeededStream
 from opusim.training.config.run import load_config
@@ -39,10 +40,7 @@ CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"}, "sampler": {"batch_size": 16},
     "protection": {"kind": "record", "noise_multiplier": 0.8, "bands": 3},
 }  # fmt: skip
-
-
-def data(n: int = N) -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+DATA = np.random.default_rng(1).normal(size=(N, 5)), np.arange(N) % 3
 
 
 def same_model(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -50,20 +48,14 @@ def same_model(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def changed(**sections: Any) -> dict[str, Any]:
-    return {
-        **CONFIG,
-        **{
-            key: {**CONFIG.get(key, {}), **value} if isinstance(value, dict) else value
-            for key, value in sections.items()
-        },
-    }
+    return merged(CONFIG, sections)
 
 
 def stream(coefficients: tuple[float, ...] = COEFFICIENTS, *, stored: bool = True) -> CorrelatedStream:
-    return CorrelatedStream(SeededStream(5, "test"), coefficients, size=SIZE, stored=stored)
+    return CorrelatedStream(fresh(), coefficients, size=SIZE, stored=stored)
 
 
-def drawn(noise: CorrelatedStream, steps: range) -> np.ndarray:
+def drawn(noise: CorrelatedStream | SeededStream, steps: range) -> np.ndarray:
     """The numbers of some steps, in two readings each, shape (steps, SIZE)."""
     found = []
     for step in steps:
@@ -72,12 +64,8 @@ def drawn(noise: CorrelatedStream, steps: range) -> np.ndarray:
     return np.stack(found).astype(np.float64)
 
 
-def fresh(steps: range) -> np.ndarray:
-    source, found = SeededStream(5, "test"), []
-    for step in steps:
-        source.seek(step)
-        found.append(torch.cat([source.normal((2, 2)).flatten(), source.normal((2,))]).numpy())
-    return np.stack(found).astype(np.float64)
+def fresh() -> SeededStream:
+    return SeededStream(5, "test")
 
 
 # The stream
@@ -86,16 +74,18 @@ def fresh(steps: range) -> np.ndarray:
 def test_the_noise_is_the_inverse_of_the_dense_matrix_times_fresh_noise() -> None:
     steps = range(STEPS)
     found = drawn(stream(), steps)
-    np.testing.assert_allclose(dense(COEFFICIENTS, STEPS) @ found, fresh(steps), rtol=0, atol=3e-6)
+    np.testing.assert_allclose(dense(COEFFICIENTS, STEPS) @ found, drawn(fresh(), steps), rtol=0, atol=3e-6)
     with pytest.raises(AssertionError):  # planted: columns that were not normalised
-        np.testing.assert_allclose(dense((0.8, 0.5, 0.25), STEPS) @ found, fresh(steps), rtol=0, atol=3e-6)
+        np.testing.assert_allclose(
+            dense((0.8, 0.5, 0.25), STEPS) @ found, drawn(fresh(), steps), rtol=0, atol=3e-6
+        )
 
 
 def test_rounding_does_not_grow_with_the_steps() -> None:
     flat = (0.5, 0.5, 0.5, 0.5)  # the least stable of all coefficients that do not increase
     steps = range(400)
     found = drawn(stream(flat), steps)
-    gap = np.abs(dense(flat, len(steps)) @ found - fresh(steps)).max(axis=1)
+    gap = np.abs(dense(flat, len(steps)) @ found - drawn(fresh(), steps)).max(axis=1)
     assert gap.max() < 4e-6 * max(1.0, np.abs(found).max())
     assert gap[-100:].mean() < 3 * gap[:100].mean() + 1e-6
 
@@ -112,21 +102,20 @@ def test_a_stream_continues_from_its_state_and_begins_anew_without_it() -> None:
     assert anew.state == {}
     drawn(anew, range(4))
     skipped = drawn(anew, range(6, 6 + STEPS))  # step 4 was not drawn, so nothing is known to lead to step 6
-    np.testing.assert_allclose(
-        dense(COEFFICIENTS, STEPS) @ skipped, fresh(range(6, 6 + STEPS)), rtol=0, atol=3e-6
-    )
+    expected = drawn(fresh(), range(6, 6 + STEPS))
+    np.testing.assert_allclose(dense(COEFFICIENTS, STEPS) @ skipped, expected, rtol=0, atol=3e-6)
 
 
 def test_a_step_that_broke_off_leaves_what_leads_to_it() -> None:
     broken, whole = stream(), stream()
     drawn(broken, range(4))
-    kept = {name: tensor.clone() for name, tensor in broken.state.items()}
+    assert int(broken.state["noise_leads_to"]) == 4
     broken.seek(4)
     broken.normal((2, 2))
     resumed = stream()
     for name, tensor in resumed.state.items():
         tensor.copy_(broken.state[name])
-    assert int(broken.state["noise_leads_to"]) == int(kept["noise_leads_to"]) == 4
+    assert int(broken.state["noise_leads_to"]) == 4
     assert np.array_equal(drawn(resumed, range(4, 8)), drawn(whole, range(8))[4:])
 
 
@@ -143,14 +132,10 @@ def test_a_wrong_number_of_draws_is_refused() -> None:
 # The batches
 
 
-def members(make: Callable[[int], np.ndarray], runs: int) -> np.ndarray:
-    """Subsets of the first two records in many runs, shape (runs, 2)."""
-    return np.stack([make(seed)[:2] for seed in range(runs)])
-
-
-def pair_deviation(subsets: np.ndarray) -> float:
-    """How far the share of runs in which both are in one subset is from 1 / 2, in standard errors."""
-    return float(abs(np.mean(subsets[:, 0] == subsets[:, 1]) - 0.5) * 2 * len(subsets) ** 0.5)
+def pair_deviation(make: Callable[[int], np.ndarray]) -> float:
+    """How far the share of 2,000 draws with the first two records in one subset is from 1 / 2, in standard errors."""
+    first, second = np.stack([make(seed)[:2] for seed in range(2000)]).T
+    return float(abs(np.mean(first == second) - 0.5) * 2 * 2000**0.5)
 
 
 def test_subsets_are_coins_of_each_record() -> None:
@@ -160,8 +145,7 @@ def test_subsets_are_coins_of_each_record() -> None:
     def partition(seed: int) -> np.ndarray:  # planted: two subsets of two records each
         return np.random.default_rng(seed).permutation(np.arange(4) % 2)
 
-    assert pair_deviation(members(coins, 2000)) < 5
-    assert pair_deviation(members(partition, 2000)) > 5
+    assert pair_deviation(coins) < 5 < pair_deviation(partition)
     free = CyclicPoissonSampler(4000, sampling_probability=0.1, subsets=4, seed=None)
     sizes = np.bincount(free.subset_of_records, minlength=4)
     assert np.abs(sizes - 1000).max() < norm.isf(norm.sf(5.0) / 4) * math.sqrt(4000 * 0.25 * 0.75)
@@ -197,31 +181,22 @@ def test_a_record_comes_up_in_its_own_steps_only(seed: int | None) -> None:
 # The factorisation
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [OptimizerConfig(momentum=0.0), OptimizerConfig(momentum=0.9, schedule="cosine")],
-    ids=["prefix sums", "cosine"],
-)
-def test_coefficients_are_those_of_a_dense_search(optimizer: OptimizerConfig) -> None:
-    steps, bands = 24, 3
-    rates = [
-        1.0 if optimizer.schedule == "constant" else (1 + math.cos(math.pi * s / steps)) / 2
-        for s in range(steps)
-    ]
-    weights = np.array(
-        [
-            [sum(rates[u] * optimizer.momentum ** (u - s) for u in range(s, t + 1)) for s in range(steps)]
-            for t in range(steps)
-        ]
-    )
+@pytest.mark.parametrize(("momentum", "schedule"), [(0.0, "constant"), (0.9, "cosine")])
+def test_coefficients_are_those_of_a_dense_search(momentum: float, schedule: Any) -> None:
+    steps, bands, optimizer = 24, 3, OptimizerConfig(momentum=momentum, schedule=schedule)
+    rates = [1.0 if schedule == "constant" else (1 + math.cos(math.pi * s / steps)) / 2 for s in range(steps)]
+
+    def weight(t: int, s: int) -> float:
+        return sum(rates[u] * momentum ** (u - s) for u in range(s, t + 1))
+
+    weights = np.array([[weight(t, s) for s in range(steps)] for t in range(steps)])
 
     def error(c: np.ndarray) -> float:
         return float(np.linalg.norm(weights @ np.linalg.inv(dense((1.0, *c), steps)))) * math.hypot(1, *c)
 
     found = banded_coefficients(bands, steps, optimizer)
-    best = minimize(
-        error, np.array([0.5, 0.3]), method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}
-    )
+    exact = {"xatol": 1e-8, "fatol": 1e-10}
+    best = minimize(error, np.array([0.5, 0.3]), method="Nelder-Mead", options=exact)
     mine = np.array(found) / found[0]
     assert error(mine[1:]) <= best.fun * (1 + 1e-4)
     np.testing.assert_allclose(weights_of_gradients(steps, optimizer), weights, atol=1e-12)
@@ -247,7 +222,7 @@ def test_one_band_is_independent_noise_bit_for_bit(tmp_path: Path) -> None:
         "three": CONFIG,
     }
     for name, config in runs.items():
-        training.train(config, data=data(), folder=tmp_path / name)
+        training.train(config, data=DATA, folder=tmp_path / name)
     found = {name: newest(tmp_path / name) for name in runs}
     assert found["plain"].keys() == found["one"].keys()
     assert all(torch.equal(found["plain"][name], found["one"][name]) for name in found["plain"])
@@ -267,7 +242,7 @@ def test_coefficients_whose_inverse_may_grow_are_refused(coefficients: tuple[flo
     """Planted by (1, 2): float32 holds none of the noise after 40 steps, which the accountant cannot see."""
     with pytest.raises(ConfigError, match=r"protection\.correlation: .* must not increase"):
         training.load_config(changed(protection={"correlation": list(coefficients)}))
-    growing = CorrelatedStream(SeededStream(5, "test"), (1.0, 2.0), size=64, stored=True)
+    growing = CorrelatedStream(fresh(), (1.0, 2.0), size=64, stored=True)
     rows = []
     for step in range(60):
         growing.seek(step)
@@ -278,14 +253,11 @@ def test_coefficients_whose_inverse_may_grow_are_refused(coefficients: tuple[flo
 
 @pytest.mark.parametrize("kind", ["bp", "ulr", "module"])
 def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: str, ctrl_c_at: type) -> None:
-    config = changed(trainer={"kind": "bp" if kind == "module" else kind})
+    config, model = changed(trainer={"kind": "bp" if kind == "module" else kind}), lambda: None
     if kind == "module":
         del config["model"]
-
-    def model() -> torch.nn.Module | None:
-        return convolutions() if kind == "module" else None
-
-    runs = require_resumed_alike(tmp_path, config, data(), ctrl_c_at(5), model)
+        model = convolutions
+    runs = require_resumed_alike(tmp_path, config, DATA, ctrl_c_at(5), model)
     assert {"state.noise", "state.noise_leads_to"} <= newest(tmp_path / "cut").keys()
     paid = [run.folder.read_ledger().mechanisms for run in runs]
     assert paid[0] == paid[1]
@@ -294,24 +266,21 @@ def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: s
 def test_planted_forgotten_noise_is_caught(
     tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training.train(CONFIG, data=data(), folder=tmp_path / "whole")
     monkeypatch.setattr(CorrelatedStream, "state", {})
-    with pytest.raises(RunInterrupted):
-        training.train(CONFIG, data=data(), folder=tmp_path / "broken", watcher=ctrl_c_at(5))
-    training.train(data=data(), folder=tmp_path / "broken", resume=True)
-    expected, found = newest(tmp_path / "whole"), newest(tmp_path / "broken")
-    assert not same_model(expected, found)
+    with pytest.raises(AssertionError):
+        require_resumed_alike(tmp_path, CONFIG, DATA, ctrl_c_at(5))
+    assert not same_model(newest(tmp_path / "whole"), newest(tmp_path / "cut"))
 
 
 def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Path, ctrl_c_at: type) -> None:
     config = changed(mode="release")
     with pytest.raises(RunInterrupted):
-        training.train(config, data=data(), folder=tmp_path, watcher=ctrl_c_at(5))
+        training.train(config, data=DATA, folder=tmp_path, watcher=ctrl_c_at(5))
     assert not [name for name in newest(tmp_path) if "noise" in name]
     before = RunFolder(tmp_path).read_ledger()
     assert [payment.name for payment in before.payments] == [None]
     assert before.mechanisms[0].steps == 5
-    run = training.train(data=data(), folder=tmp_path, resume=True)
+    run = training.train(data=DATA, folder=tmp_path, resume=True)
     payments = RunFolder(tmp_path).read_ledger().payments
     assert [payment.name for payment in payments] == [None, NEW_NOISE, None]
     (mechanism,) = RunFolder(tmp_path).read_ledger().mechanisms
@@ -323,18 +292,17 @@ def test_a_release_run_stores_no_noise_and_pays_for_beginning_anew(tmp_path: Pat
 def test_a_release_run_that_cannot_pay_to_begin_anew_keeps_its_model(tmp_path: Path, ctrl_c_at: type) -> None:
     config = changed(mode="release", protection={"noise_multiplier": None, "epsilon": 3.0})
     with pytest.raises(RunInterrupted):
-        training.train(config, data=data(), folder=tmp_path, watcher=ctrl_c_at(11))
+        training.train(config, data=DATA, folder=tmp_path, watcher=ctrl_c_at(11))
     with pytest.raises(BudgetExceeded, match=r"training ended after step 11 of 12, whose model is in [^;]*$"):
-        training.train(data=data(), folder=tmp_path, resume=True)
+        training.train(data=DATA, folder=tmp_path, resume=True)
     assert (tmp_path / "summary.json").exists()
     assert [mechanism.steps for mechanism in RunFolder(tmp_path).read_ledger().mechanisms] == [11]
 
 
 def test_noise_of_a_device_is_correlated_like_any_other(tmp_path: Path) -> None:
-    config = changed(
-        trainer={"kind": "pdfa"}, device={"noise": {"sigma": 0.1}}, protection={"noise": "device"}, epochs=1
-    )
-    run = training.train(config, data=data(), folder=tmp_path)
+    noisy = {"device": {"noise": {"sigma": 0.1}}, "protection": {"noise": "device"}}
+    config = changed(trainer={"kind": "pdfa"}, epochs=1, **noisy)
+    run = training.train(config, data=DATA, folder=tmp_path)
     assert run.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert "device noise correlated over 3 steps" in run.guarantees[0].mechanism
     assert "state.noise" in newest(tmp_path)
@@ -342,7 +310,7 @@ def test_noise_of_a_device_is_correlated_like_any_other(tmp_path: Path) -> None:
 
 def plan(config: dict[str, Any]) -> RunPlan:
     resolved = load_config(config).replaced(data={"name": "arrays"})
-    return RunPlan.resolve(resolved, load_data(resolved, data()))
+    return RunPlan.resolve(resolved, load_data(resolved, DATA))
 
 
 def test_a_resolved_run_states_its_coefficients_and_takes_given_ones() -> None:
@@ -380,10 +348,9 @@ def test_other_batches_and_unstated_noise_are_refused(monkeypatch: pytest.Monkey
     with pytest.raises(NoGuarantee, match="scheme = 'cyclic-poisson'"):
         other.protection.require_covered()
     own = found.mechanisms[0]
+    other = replace(own, correlation=(1.0,))
     monkeypatch.setattr(
-        type(found.algorithm),
-        "mechanism",
-        lambda self, z: replace(own, noise_multiplier=z, correlation=(1.0,)),
+        type(found.algorithm), "mechanism", lambda self, z: replace(other, noise_multiplier=z)
     )
     with pytest.raises(NoGuarantee, match="does not state noise that is correlated over 3 steps"):
         _ = replace(found).protection.released()

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ from opusim.training.runs.storage import read_array
 from tests.support.certificates import certificate_of
 
 K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
+PAIRS = list(permutations(range(K), 2))
+CLASS_LIMIT, PAIR_LIMIT = norm.isf(norm.sf(5.0) / K), norm.isf(norm.sf(5.0) / K**2)
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +89,10 @@ def realised_delta(readout: CountsReadout, a: int, b: int, light: float) -> tupl
 
 
 def test_counts_reveal_no_more_than_is_paid_for(counts: CountsReadout) -> None:
-    pairs = [(a, b) for a in range(K) for b in range(K) if a != b]
-    found = [realised_delta(counts, a, b, counts.light) for a, b in pairs]
+    found = [realised_delta(counts, a, b, counts.light) for a, b in PAIRS]
     assert all(delta <= DELTA + 5 * error for delta, error in found)
     assert max(delta for delta, _ in found) > DELTA / 2  # the worst pair is near what is stated
-    brighter = [realised_delta(counts, a, b, 1.5 * counts.light) for a, b in pairs]
+    brighter = [realised_delta(counts, a, b, 1.5 * counts.light) for a, b in PAIRS]
     assert any(delta > DELTA + 5 * error for delta, error in brighter)  # planted: more light than is stated
 
 
@@ -107,33 +109,33 @@ def test_training_gets_the_posterior_of_the_kept_counts(counts: CountsReadout, s
     counts.frames.device.seek(seed % 2**32)
     scores = read_counts(counts, labels, pay=paid.append).double().numpy()
     assert paid == [counts.mechanism]
-    limit = norm.isf(norm.sf(5.0) / K)
-    assert calibration(scores, labels.numpy()) < limit
-    assert calibration(1.8 * scores, labels.numpy()) > limit  # planted: too sure of the label
+    assert calibration(scores, labels.numpy()) < CLASS_LIMIT
+    assert calibration(1.8 * scores, labels.numpy()) > CLASS_LIMIT  # planted: too sure of the label
     before = counts.frames.device.usage.frames
     read_counts(counts, labels[:7], pay=paid.append)
     assert counts.frames.device.usage.frames == before + 7  # each label is shown once
 
 
-def responses(readout: ArgmaxReadout, own: np.ndarray, seed: int) -> np.ndarray:
-    found = np.zeros((K, K))
-    answers = readout.answers(torch.from_numpy(own), np.random.default_rng(seed))
-    np.add.at(found, (own, answers), 1)
+def frequencies(readout: ArgmaxReadout, n: int, draw: Any) -> np.ndarray:
+    """How often each label, shown n times, has each answer."""
+    found, own = np.zeros((K, K)), np.repeat(np.arange(K), n)
+    np.add.at(found, (own, readout.answers(torch.from_numpy(own), draw)), 1 / n)
     return found
+
+
+def deviation(found: np.ndarray, law: np.ndarray | float, n: int) -> float:
+    """Of frequencies from their law, or from a response that keeps labels with a probability, in standard errors."""
+    if isinstance(law, float):
+        other = (1 - law) / (K - 1)
+        law = other + (law - other) * np.eye(K)
+    return float(np.max(np.abs(found - law) / np.sqrt(law * (1 - law) / n)))
 
 
 def test_answers_are_the_randomized_response_that_is_paid_for(answers: ArgmaxReadout, seed: int) -> None:
     n, keep = 15_000, answers.mechanism.keep_probability
     assert keep == pytest.approx(answers.keep, rel=1e-3)
-    found = responses(answers, np.repeat(np.arange(K), n), seed) / n
-
-    def deviation(p: float) -> float:
-        law = (1 - p) / (K - 1) + (p - (1 - p) / (K - 1)) * np.eye(K)
-        return float(np.max(np.abs(found - law) / np.sqrt(law * (1 - law) / n)))
-
-    limit = norm.isf(norm.sf(5.0) / K**2)
-    assert deviation(keep) < limit
-    assert deviation(1.05 * keep) > limit
+    found = frequencies(answers, n, np.random.default_rng(seed))
+    assert deviation(found, keep, n) < PAIR_LIMIT < deviation(found, 1.05 * keep, n)
     scores = read_argmax(answers, torch.arange(50) % K, np.random.default_rng(seed), pay=lambda _: None)
     np.testing.assert_allclose(torch.exp(scores.double()).sum(dim=1).numpy(), 1.0, rtol=1e-5)
     assert len(torch.unique(scores)) == 2  # of the counts nothing but the answer is left
@@ -143,19 +145,14 @@ def test_planted_fault_one_permutation_for_all_records_is_found(answers: ArgmaxR
     class Constant:
         """Permutes no labels, and breaks ties as usual."""
 
-        generator = np.random.default_rng(seed)
+        generator, calls = np.random.default_rng(seed), 0
 
         def random(self, size: tuple[int, ...]) -> np.ndarray:
-            self.calls = getattr(self, "calls", 0) + 1
+            self.calls += 1
             return np.tile(np.arange(K) / K, (size[0], 1)) if self.calls % 2 else self.generator.random(size)
 
-    n = 15_000
-    own = np.repeat(np.arange(K), n)
-    found = np.zeros((K, K))
-    np.add.at(found, (own, answers.answers(torch.from_numpy(own), Constant())), 1)
-    keep = answers.mechanism.keep_probability
-    law = (1 - keep) / (K - 1) + (keep - (1 - keep) / (K - 1)) * np.eye(K)
-    assert np.max(np.abs(found / n - law) / np.sqrt(law * (1 - law) / n)) > norm.isf(norm.sf(5.0) / K**2)
+    found = frequencies(answers, 15_000, Constant())
+    assert deviation(found, answers.mechanism.keep_probability, 15_000) > PAIR_LIMIT
 
 
 def test_nothing_is_shown_before_it_is_paid_for(
@@ -266,9 +263,8 @@ def test_groups_of_uneven_dark_charge_stay_within_the_limits(answers: ArgmaxRead
     """The sum over a group matters: however uneven its pixels are, a limit of its mean is enough."""
     groups, light, random = answers.groups, answers.light, np.random.default_rng(seed)
     with certified(**SPREAD) as frames:
-        narrow = largest_epsilon(
-            partial(confusion, frames, groups), shared_range(frames, groups.shape[1], light), 1.0
-        )
+        whole = shared_range(frames, groups.shape[1], light)
+        narrow = largest_epsilon(partial(confusion, frames, groups), whole, 1.0)
 
         def uneven(spread: float, favoured: float) -> float:
             deviations = random.normal(scale=spread, size=48)
@@ -286,13 +282,10 @@ def test_groups_of_uneven_dark_charge_stay_within_the_limits(answers: ArgmaxRead
             dark = np.full(48, 5.0)
             dark[groups[label]] = 7.0
             gained.append(confusion_at(frames.law, groups, dark + twice, dark + twice)[0][label, label])
-        outside = confusion(frames, groups, shared_range(frames, groups.shape[1], light))[1]
-        assert np.all(gained > np.diag(outside))
+        assert np.all(gained > np.diag(confusion(frames, groups, whole)[1]))
     with certified() as boxes:
-        wide = largest_epsilon(
-            partial(confusion, boxes, groups), shared_range(boxes, groups.shape[1], light), 1.0
-        )
-    assert narrow < wide
+        whole = shared_range(boxes, groups.shape[1], light)
+        assert narrow < largest_epsilon(partial(confusion, boxes, groups), whole, 1.0)
 
 
 @pytest.mark.slow
@@ -349,7 +342,7 @@ def test_answers_of_a_faulty_instrument_have_the_stated_law(seed: int) -> None:
         straight = number_law(frames.rates(light), frames.law.offset_e, frames.law.sensor)
     found = np.zeros((K, K))
     np.add.at(found, (own, sums.argmax(axis=1)), 1 / n)
-    assert np.max(np.abs(found - law) / np.sqrt(law * (1 - law) / n)) < norm.isf(norm.sf(5.0) / K**2)
+    assert deviation(found, law, n) < PAIR_LIMIT
     codes = straight.first + np.arange(straight.masses.shape[2])
     means = straight.masses[0] @ codes
     errors = np.sqrt((straight.masses[0] @ codes**2 - means**2) / n)
@@ -361,24 +354,19 @@ DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "message"),
+    ("camera", "message"),
     [
-        ("gaussian", {}, "device 'gaussian' counts no photons at rates that are known"),
-        (
-            "camera_low_light",
-            {"camera": {"drift": {"decorrelation_s": 1e5, "seconds_per_step": 1.0}}},
-            "counts no photons at rates that are known; use a camera without drift",
-        ),
-        ("camera_low_light", {"camera": {"transfer": {"dropped": 0.01}}}, "use a camera without drift"),
-        ("camera_low_light", {"camera": {"light": {"power": DRIFTING}}}, "camera.light.power.drift_rms"),
-        ("camera_low_light", {"camera": {"pixels": {"row_noise_e": 1.0}}}, "camera.pixels.row_noise_e"),
+        (None, "device 'gaussian' counts no photons at rates that are known"),
+        ({"drift": {"decorrelation_s": 1e5, "seconds_per_step": 1.0}}, "known; use a camera without drift"),
+        ({"transfer": {"dropped": 0.01}}, "use a camera without drift"),
+        ({"light": {"power": DRIFTING}}, "camera.light.power.drift_rms"),
+        ({"pixels": {"row_noise_e": 1.0}}, "camera.pixels.row_noise_e"),
     ],
 )
-def test_devices_that_count_no_labels_are_refused(name: str, settings: dict[str, Any], message: str) -> None:
-    with (
-        open_device(name, n_inputs=K, n_outputs=8, **settings) as device,
-        pytest.raises(ConfigError, match=message),
-    ):
+def test_devices_that_count_no_labels_are_refused(camera: dict[str, Any] | None, message: str) -> None:
+    name, options = ("gaussian", {}) if camera is None else ("camera_low_light", {"camera": camera})
+    device = open_device(name, n_inputs=K, n_outputs=8, **options)
+    with device, pytest.raises(ConfigError, match=message):
         LabelFrames.of(device, K)
 
 
@@ -396,6 +384,14 @@ def config_of(noise: str, **others: Any) -> dict[str, Any]:
 
 def data(n: int = 60) -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+
+
+def certified_section(folder: Path, **limits: Any) -> tuple[dict[str, str], Certificate]:
+    """The section `device` of a camera under a certificate, and that certificate."""
+    with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
+        certificate = certified_of(device, beta=1e-6, **limits)
+    certificate.write(folder / "certificate.toml")
+    return {"name": "camera_low_light", "certificate": str(folder / "certificate.toml")}, certificate
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
@@ -418,10 +414,7 @@ def test_a_run_states_and_pays_one_look(noise: str, kind: type[Mechanism], mode:
 def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
     noise: str, kind: type[CertifiedMechanism], tmp_path: Path
 ) -> None:
-    with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
-        certificate = certified_of(device, beta=1e-6, dark_e_low=5.9, dark_e_high=6.1)
-    certificate.write(tmp_path / "certificate.toml")
-    chosen = {"name": "camera_low_light", "certificate": str(tmp_path / "certificate.toml")}
+    chosen, certificate = certified_section(tmp_path, dark_e_low=5.9, dark_e_high=6.1)
     run = training.train(config_of(noise, device=chosen), data=data(), folder=tmp_path / "run")
     assert 2.9 < run.guarantees[0].epsilon <= 3.0
     (mechanism,) = read_ledger(run.folder.ledger_file).mechanisms
@@ -432,12 +425,9 @@ def test_a_run_under_a_certificate_names_it_and_pays_its_beta_once(
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_a_run_measures_rates_that_a_certificate_omits(mode: str, tmp_path: Path, ctrl_c_at: type) -> None:
     """Pixels respond by 0.5 % otherwise than described, which only frames tell."""
-    with open_device("camera_low_light", n_inputs=3, n_outputs=24) as device:
-        open_light = {"light_spread": "unknown", "frame_ratio_high": 1.001}
-        gains = {"gain_dn_per_e_low": 0.99, "gain_dn_per_e_high": 1.01}
-        certificate = certified_of(device, beta=1e-6, **open_light, **gains)  # type: ignore[arg-type]
-    certificate.write(tmp_path / "certificate.toml")
-    chosen = {"name": "camera_low_light", "certificate": str(tmp_path / "certificate.toml")}
+    open_light = {"light_spread": "unknown", "frame_ratio_high": 1.001}
+    gains = {"gain_dn_per_e_low": 0.99, "gain_dn_per_e_high": 1.01}
+    chosen, _ = certified_section(tmp_path, **open_light, **gains)
     config = config_of("counts", device=chosen, mode=mode)
     with pytest.raises(ConfigError, match="light_spread: leaves the light of single outputs open"):
         training.train(config, data=data(), folder=tmp_path / "unmeasured")

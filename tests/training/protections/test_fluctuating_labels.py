@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,16 @@ from opusim.training.protections.argmax_labels import (
 from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.reports.device_privacy import OperatingPoint, label_counts
 from tests.support.certificates import certificate_of
+from tests.training.protections.test_counted_labels import (
+    CLASS_LIMIT,
+    DELTA,
+    EPSILON,
+    PAIRS,
+    K,
+    N,
+    calibration,
+)
 
-K, N, EPSILON, DELTA = 4, 20_000, 2.0, 0.02
 POWER = {"law": "log_normal", "rms": 0.3}
 """Far more than a laser's, so that a light that does not allow for it is seen at this size."""
 CAMERA: dict[str, Any] = {"camera": {"light": {"power": POWER}}}
@@ -66,17 +75,14 @@ def realised_delta(readout: CountsReadout, a: int, b: int, light: float) -> tupl
     return float(excess.mean()), float(excess.std() / math.sqrt(N))
 
 
-PAIRS = [(a, b) for a in range(K) for b in range(K) if a != b]
-
-
 def test_kept_counts_hold_even_if_the_power_of_each_frame_is_known(counts: CountsReadout) -> None:
     found = [realised_delta(counts, a, b, counts.light) for a, b in PAIRS]
     assert all(delta <= DELTA + 5 * error for delta, error in found)
-    at_mean = counts.light * counts.frames.brightest(counts.mechanism.power_error)
+    at_mean = counts.light * counts.frames.brightest(
+        counts.mechanism.power_error
+    )  # planted: only the mean counts
     brighter = [realised_delta(counts, a, b, at_mean) for a, b in PAIRS]
-    assert any(
-        delta > DELTA + 5 * error for delta, error in brighter
-    )  # planted: only the mean power is allowed for
+    assert any(delta > DELTA + 5 * error for delta, error in brighter)
 
 
 def test_the_power_takes_its_share_of_delta(counts: CountsReadout, answers: ArgmaxReadout) -> None:
@@ -114,12 +120,8 @@ def test_powers_below_the_brightest_are_searched_too() -> None:
         least, most = cell.least, cell.most
         ends = [0.5 + 0.4 * math.exp(-200 * (light - 0.5) ** 2) for light in (least, most)]
         top = 0.9 if least <= 0.5 <= most else max(ends)
-        diagonal = np.eye(2)
-        lower, upper = min(ends), top
-        return (
-            lower * diagonal + (1 - upper) * (1 - diagonal),
-            upper * diagonal + (1 - lower) * (1 - diagonal),
-        )
+        low, other = min(ends), 1 - np.eye(2)
+        return low * np.eye(2) + (1 - top) * other, top * np.eye(2) + (1 - low) * other
 
     at_most = math.log(0.9 / 0.1)
     found = largest_epsilon(limits, Cell(least=0.0, most=1.0), 1.0)
@@ -131,15 +133,8 @@ def test_training_gets_the_posterior_over_the_powers(counts: CountsReadout, seed
     labels = torch.from_numpy(np.random.default_rng(seed).integers(0, K, N))
     counts.frames.device.seek(seed % 2**32)
     scores = counts.log_likelihood(labels)
-
-    def deviation(scores: np.ndarray) -> float:
-        posterior = np.exp(scores - np.logaddexp.reduce(scores, axis=1)[:, None])
-        sharp = posterior * (posterior - np.eye(K)[labels.numpy()])
-        return float(np.max(np.abs(sharp.mean(axis=0)) / (sharp.std(axis=0) / math.sqrt(N))))
-
-    limit = norm.isf(norm.sf(5.0) / K)
-    assert deviation(scores) < limit
-    assert deviation(2.5 * scores) > limit  # planted: too sure of the label
+    assert calibration(scores, labels.numpy()) < CLASS_LIMIT
+    assert calibration(2.5 * scores, labels.numpy()) > CLASS_LIMIT  # planted: too sure of the label
 
 
 def test_answers_are_the_randomized_response_of_the_mean_power(answers: ArgmaxReadout, seed: int) -> None:
@@ -271,15 +266,15 @@ def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
     light = found.share_for(EPSILON, "light")
     assert light is not None
     law = found.law
-    dark = law.credited_rates(OperatingPoint(light=1e-300))[:4, 0]  # (frames, pixels)
-    assert float(dark.max()) < 0.1 * float(
-        law.light_e[4:].min()
-    )  # of the reference's light nothing is credited
+    dark = law.credited_rates(OperatingPoint(light=1e-300))[
+        :4, 0
+    ]  # (frames, pixels): no light of the reference
+    assert float(dark.max()) < 0.1 * float(law.light_e[4:].min())
     generator = np.random.default_rng(5)
     power = law.power.of_normal(generator.standard_normal((N, 4)))[:, :, None]
 
     def exceeds(light: float) -> bool:
-        for a, b in ((a, b) for a in range(3) for b in range(3) if a != b):
+        for a, b in permutations(range(3), 2):
             rates = [light * power * law.light_e[:4, label] + dark for label in (a, b)]
             losses = generator.poisson(rates[0]) * np.log(rates[0] / rates[1]) - (rates[0] - rates[1])
             excess = np.maximum(0.0, -np.expm1(EPSILON - losses.sum(axis=(1, 2))))
@@ -292,17 +287,10 @@ def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
 
 
 def test_labels_of_holograms_are_refused_where_no_frame_has_the_reference() -> None:
-    with (
-        open_device("camera_holography", n_inputs=K, n_outputs=8) as device,
-        pytest.raises(ConfigError, match="reads holograms"),
-    ):
+    refused = pytest.raises(ConfigError, match="reads holograms")
+    with open_device("camera_holography", n_inputs=K, n_outputs=8) as device, refused:
         LabelFrames.of(device, K)
+    description, size = load_description("camera_holography"), {"n_classes": K, "n_outputs": 8}
     for kept in ("counts", "argmax"):
         with pytest.raises(ConfigError, match="reads holograms"):
-            label_counts(
-                load_description("camera_holography"),
-                n_classes=K,
-                n_outputs=8,
-                delta=DELTA,
-                kept=kept,  # type: ignore[arg-type]
-            )
+            label_counts(description, **size, delta=DELTA, kept=kept)  # type: ignore[arg-type]

@@ -23,7 +23,8 @@ from opusim.training.config.sections import OptimizerConfig
 from opusim.training.data.samplers import most_records
 from opusim.training.engine.plan import RunPlan, load_data
 from opusim.training.feedback.closed_form import ClosedForm
-from opusim.training.feedback.config import BpConfig, TdfaConfig
+from opusim.training.feedback.config import BpConfig, FeedbackConfig, TdfaConfig
+from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.clipping import CountedSums
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
@@ -35,9 +36,8 @@ CLIP, DIVISOR = 0.27, 17.0
 
 def new_network() -> FullyConnected:
     torch.manual_seed(3)
-    return FullyConnected(
-        nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 4))
-    )
+    layers = nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 8), nn.ReLU(), nn.Linear(8, 4)
+    return FullyConnected(nn.Sequential(*layers))
 
 
 def parts(batch: int = 13) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -48,12 +48,13 @@ def parts(batch: int = 13) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def protection(noise_multiplier: float = 0.0, seed: int = 5) -> RecordGradients:
-    return RecordGradients(
-        clip_norm=CLIP,
-        noise_multiplier=noise_multiplier,
-        divisor=DIVISOR,
-        noise=noise_stream("experiment", seed, "central-noise"),
-    )
+    noise = noise_stream("experiment", seed, "central-noise")
+    return RecordGradients(clip_norm=CLIP, noise_multiplier=noise_multiplier, divisor=DIVISOR, noise=noise)
+
+
+def trainer_of(network: FullyConnected, config: FeedbackConfig, shield: RecordGradients) -> FeedbackTrainer:
+    optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=0.1))
+    return feedback_trainer(ClosedForm(network, config), optimizer, protection=shield)
 
 
 def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
@@ -68,9 +69,7 @@ def test_backpropagation_with_protected_records_is_the_step_of_opacus() -> None:
     norms = torch.stack([sample.flatten(1).norm(dim=1) for sample in samples]).norm(dim=0)
     factors = (CLIP / norms).clamp(max=1.0)
     assert (factors < 1).any()
-    optimizer = make_optimizer(network.parameters, OptimizerConfig(lr=1e-30))
-    trainer = feedback_trainer(ClosedForm(network, BpConfig()), optimizer, protection=protection())
-    trainer.step(x, y, step=0)
+    trainer_of(network, BpConfig(), protection()).step(x, y, step=0)
     for parameter, sample in zip(network.parameters, samples, strict=True):
         expected = torch.einsum("b,b...->...", factors, sample) / DIVISOR
         torch.testing.assert_close(parameter.grad, expected, rtol=1e-5, atol=1e-7)
@@ -94,14 +93,9 @@ def test_a_batch_in_parts_adds_noise_once() -> None:
 
 def test_one_records_nan_does_not_stop_a_protected_step() -> None:
     network = new_network()
-    trainer = feedback_trainer(
-        ClosedForm(network, TdfaConfig()),
-        make_optimizer(network.parameters, OptimizerConfig(lr=0.1)),
-        protection=protection(noise_multiplier=0.5),
-    )
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     x[2] = float("nan")
-    trainer.step(x, torch.zeros(5, dtype=torch.int64), step=0)
+    trainer_of(network, TdfaConfig(), protection(0.5)).step(x, torch.zeros(5, dtype=torch.int64), step=0)
     assert all(bool(torch.isfinite(parameter).all()) for parameter in network.parameters)
 
 
@@ -172,35 +166,37 @@ def test_runs_without_a_theorem_are_refused(tmp_path: Path, change: dict, messag
 
 
 ROUNDED = {"kind": "record", "noise_multiplier": 0.8}
-
-
-def rounded_data() -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
+ROUNDED_DATA = np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
 
 
 def config(kind: str, protection: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    poisson = protection["kind"] != "last-iterate" and "bands" not in protection
     return {
         "epochs": 1, "threads": 1, "data": {"n_classes": 3, "validation_fraction": 0.0}, "trainer": {"kind": kind},
-        "sampler": {"scheme": "poisson", "batch_size": 16}, "protection": protection, **sections,
+        "sampler": {"batch_size": 16, **({"scheme": "poisson"} if poisson else {})},
+        "protection": protection, **sections,
     }  # fmt: skip
 
 
+AMPLIFIED = {"kind": "label-amplified", "noise_multiplier": 0.8}
+
+
 @pytest.mark.parametrize(
-    ("settings", "exact"),
+    ("kind", "protection", "exact"),
     [
-        (config("bp", ROUNDED), True),
-        (config("ulr", ROUNDED), True),
-        (config("convex", {**ROUNDED, "relation": "zero_out"}), True),
-        (config("bp", {**ROUNDED, "relation": "replace_one"}), True),
-        (config("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}), True),
-        (config("bp", {**ROUNDED, "bands": 2}, sampler={"batch_size": 16}), False),
-        (config("pdfa", {**ROUNDED, "noise": "device"}), False),
-        (config("pdfa", {"kind": "label-amplified", "noise_multiplier": 0.8, "noise": "device"}), False),
+        ("bp", ROUNDED, True),
+        ("ulr", ROUNDED, True),
+        ("convex", {**ROUNDED, "relation": "zero_out"}, True),
+        ("bp", {**ROUNDED, "relation": "replace_one"}, True),
+        ("bp", AMPLIFIED, True),
+        ("bp", {**ROUNDED, "bands": 2}, False),
+        ("pdfa", {**ROUNDED, "noise": "device"}, False),
+        ("pdfa", {**AMPLIFIED, "noise": "device"}, False),
     ],
 )
-def test_a_step_says_whether_its_sums_are_exactly_rounded(settings: dict[str, Any], exact: bool) -> None:
-    resolved = load_config(settings).replaced(data={"name": "arrays"})
-    (mechanism,) = RunPlan.resolve(resolved, load_data(resolved, rounded_data())).mechanisms
+def test_a_step_says_whether_its_sums_are_exactly_rounded(kind: str, protection: Any, exact: bool) -> None:
+    resolved = load_config(config(kind, protection)).replaced(data={"name": "arrays"})
+    (mechanism,) = RunPlan.resolve(resolved, load_data(resolved, ROUNDED_DATA)).mechanisms
     assert mechanism.exactly_rounded is exact
 
 
@@ -220,7 +216,7 @@ def test_only_the_processor_rounds_exactly(place: str, noise: str, exact: bool) 
         ("ulr", ROUNDED),
         ("convex", ROUNDED),
         ("convex", {"kind": "last-iterate", "noise_multiplier": 0.8}),
-        ("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}),
+        ("bp", AMPLIFIED),
     ],
 )
 def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(
@@ -241,12 +237,7 @@ def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(
     monkeypatch.setattr(
         SeededStream, "add_to", lambda self, y, std: added.append(y.numel()) or add_to(self, y, std)
     )
-    sampler = (
-        {"batch_size": 16}
-        if protection["kind"] == "last-iterate"
-        else {"scheme": "poisson", "batch_size": 16}
-    )
-    training.train(config(kind, protection, sampler=sampler), data=rounded_data(), folder=tmp_path / "run")
+    training.train(config(kind, protection), data=ROUNDED_DATA, folder=tmp_path / "run")
     assert len(drawn) >= 4
     assert all(drawn)
     if kind != "ulr":  # whose estimates have noise of their own
@@ -262,7 +253,7 @@ def test_every_noisy_sum_of_a_run_is_a_multiple_of_its_grid(
         ("bp", {**ROUNDED, "relation": "replace_one"}, True),
         ("ulr", ROUNDED, True),
         ("convex", ROUNDED, True),
-        ("bp", {"kind": "label-amplified", "noise_multiplier": 0.8}, True),
+        ("bp", AMPLIFIED, True),
         ("bp", {**ROUNDED, "bands": 2}, False),
     ],
 )
@@ -273,9 +264,7 @@ def test_the_noise_of_a_release_counts_the_rounding_of_its_sum(
     drawn: list[float] = []
     for stream in (SystemStream, SeededStream):
         monkeypatch.setattr(stream, "add_rounded", lambda self, y, std: drawn.append(std) or y)
-    sampler = {"batch_size": 16} if "bands" in protection else {"scheme": "poisson", "batch_size": 16}
-    settings = config(kind, protection, sampler=sampler, mode=mode)
-    run = training.train(settings, data=rounded_data(), folder=tmp_path / "run")
+    run = training.train(config(kind, protection, mode=mode), data=ROUNDED_DATA, folder=tmp_path / "run")
     (mechanism,) = {replace(one, steps=1) for one in run.folder.read_ledger().mechanisms}
     assert mechanism.counts_sums is (counts and mode == "release")
     block = {"block": 0} if protection["kind"] == "label-amplified" else {}

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,15 +43,10 @@ def test_a_list_is_a_table_of_80_columns_and_tolerates_damage(tmp_path: Path) ->
     assert (shown.returncode, shown.stderr, shown.stdout.count("damaged: ")) == (0, "", 3)
     rows = {Path(row["path"]).name: row for row in read["runs"]}
     assert (read["schema"], read["version"]) == ("opusim-runs", 1)
-    assert {name: row["state"] for name, row in rows.items()} == {
-        "busy": "being written",
-        "convex-fashion-mnist-1": "finished",
-        "cut": "damaged",
-        "edited": "damaged",
-        "released": "finished",
-        "shortened": "damaged",
-        "stopped": "unfinished",
-    }
+    damaged = dict.fromkeys(("cut", "edited", "shortened"), "damaged")
+    finished = dict.fromkeys(("convex-fashion-mnist-1", "released"), "finished")
+    others = {"busy": "being written", "stopped": "unfinished"}
+    assert {name: row["state"] for name, row in rows.items()} == damaged | finished | others
     assert (rows["stopped"]["step"], rows["stopped"]["steps"]) == (6, 8)
     assert rows["released"]["accuracy"] is None
     assert rows["released"]["guarantee"]["status"] == "proven"
@@ -142,29 +138,23 @@ def linked_folder(run: Path) -> None:
     (run / "checkpoints").symlink_to(run.with_name("scratch"))
 
 
-@pytest.mark.parametrize(
-    ("spoil", "mode", "message"),
-    [
-        (link, "experiment", "run folder run is a link; name the folder"),
-        (foreign, "experiment", "run is not a run folder of opusim"),
-        (linked_folder, "experiment", "holds what no run wrote (checkpoints); move or remove that first"),
-        (lambda run: (run / "thesis.tex").touch(), "experiment", "no run wrote (thesis.tex)"),
-        (lambda run: (run / "figures" / "mine").mkdir(parents=True), "experiment", "no run wrote (figures/mine)"),
-        (lambda run: (run / "config.json").unlink(), "release", "confirm with --lose-ledger"),
-        (lambda run: (run / "ledger.head").unlink(), "experiment", "confirm with --lose-ledger"),
-        (lambda run: None, "release", "the only account of what a release run revealed of private data"),
-    ],
-)  # fmt: skip
-def test_what_must_stay_is_refused(
-    tmp_path: Path, spoil: Callable[[Path], object], mode: str, message: str
-) -> None:
+@pytest.mark.parametrize(("spoil", "mode", "message"), [
+    (link, "experiment", "run folder run is a link; name the folder"),
+
+    (foreign, "experiment", "run is not a run folder of opusim"),
+    (linked_folder, "experiment", "holds what no run wrote (checkpoints); move or remove that first"),
+    (lambda run: (run / "thesis.tex").touch(), "experiment", "no run wrote (thesis.tex)"),
+    (lambda run: (run / "figures" / "mine").mkdir(parents=True), "experiment", "no run wrote (figures/mine)"),
+    (lambda run: (run / "config.json").unlink(), "release", "confirm with --lose-ledger"),
+    (lambda run: (run / "ledger.head").unlink(), "experiment", "confirm with --lose-ledger"),
+    (lambda run: None, "release", "the only account of what a release run revealed of private data"),
+])  # fmt: skip
+def test_what_must_stay_is_refused(tmp_path: Path, spoil: Callable, mode: str, message: str) -> None:
     spoil(made(tmp_path / "run", mode=mode))
     made(tmp_path / "other")
     before = files(tmp_path)
     result = opusim("runs", "rm", "other", "run", "--yes", cwd=tmp_path)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert (result.returncode, message in result.stderr, result.stderr.count("\n")) == (2, True, 1)
     assert files(tmp_path) == before
 
 
@@ -182,9 +172,7 @@ def test_a_run_that_is_being_written_stays(tmp_path: Path) -> None:
     ("answer", "code", "said"),
     [("y\n", 0, "removed run"), ("n\n", 1, "nothing was removed"), ("", 2, "--yes is")],
 )
-def test_a_question_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, said: str
-) -> None:
+def test_a_question_is_asked(tmp_path: Path, monkeypatch: Any, answer: str, code: int, said: str) -> None:
     run = made(tmp_path / "run")
     monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
     result: Finished = opusim("runs", "rm", "run", cwd=tmp_path)

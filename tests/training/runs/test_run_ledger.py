@@ -17,6 +17,7 @@ from opusim.accounting.composition import guarantees
 from opusim.accounting.guarantee import BudgetExceeded, LedgerCorrupt, NoGuarantee
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanism import mechanism_from_json
+from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.loop import Engine
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
 from opusim.training.feedback.trainer import FeedbackTrainer
@@ -39,8 +40,7 @@ def protected(kind: str, **options: Any) -> dict[str, Any]:
     return {**BASE, "protection": {"kind": kind, "epsilon": 2.0, **options}}
 
 
-def data(n: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    return np.random.default_rng(1).normal(size=(n, 5)), np.arange(n) % 3
+DATA = np.random.default_rng(1).normal(size=(64, 5)), np.arange(64) % 3
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ KINDS = {
 def test_every_run_has_a_ledger_that_replays_to_its_guarantees(tmp_path: Path, name: str, mode: str) -> None:
     """Without the ledger's own reader: each step, or the one look at the labels, is paid for once."""
     config, statuses, steps = KINDS[name]
-    run = training.train({**config, "mode": mode}, data=data(), folder=tmp_path)
+    run = training.train({**config, "mode": mode}, data=DATA, folder=tmp_path)
     opening, *payments = entries(tmp_path)
     assert opening == {"mode": mode, "delta": 1e-5, "enforced": True}
     released = []
@@ -102,18 +102,16 @@ def test_every_run_has_a_ledger_that_replays_to_its_guarantees(tmp_path: Path, n
 
 @pytest.mark.parametrize("kind", ["record", "label-amplified"])
 @pytest.mark.parametrize("target", [0.7, 3.0])
-def test_a_target_is_reached_from_below_by_noise_that_is_kept(
-    tmp_path: Path, kind: str, target: float
-) -> None:
+def test_a_target_is_reached_from_below_by_kept_noise(tmp_path: Path, kind: str, target: float) -> None:
     config = {**BASE, **POISSON, "protection": {"kind": kind, "epsilon": target}}
-    run = training.train(config, data=data(), folder=tmp_path)
+    run = training.train(config, data=DATA, folder=tmp_path)
     (guarantee,) = run.guarantees
     assert 0.99 * target <= guarantee.epsilon <= target
     z = json.loads((tmp_path / "config.json").read_text())["config"]["protection"]["noise_multiplier"]
     assert z is not None
     assert all(m["noise_multiplier"] == z for entry in entries(tmp_path)[1:] for m in entry["mechanisms"])
-    again = training.train(config | {"protection": {"kind": kind, "noise_multiplier": 0.99 * z}}, data=data(),
-                           folder=tmp_path / "less")  # fmt: skip
+    less = config | {"protection": {"kind": kind, "noise_multiplier": 0.99 * z}}
+    again = training.train(less, data=DATA, folder=tmp_path / "less")
     assert again.guarantees[0].epsilon > target  # no noise is wasted
 
 
@@ -124,19 +122,12 @@ SMALL_BUDGET = {"kind": "record", "noise_multiplier": 1.3, "epsilon": 3.0}
 def test_a_budget_stops_before_the_step_that_would_exceed_it(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    computed: list[int] = []
-    step = FeedbackTrainer.step
-
-    def counted(self: FeedbackTrainer, *arguments: Any, **options: Any) -> Any:
-        computed.append(options["step"])
-        return step(self, *arguments, **options)
-
-    monkeypatch.setattr(FeedbackTrainer, "step", counted)
+    recorder = Recorder(monkeypatch)
     config = {**RECORD, "protection": SMALL_BUDGET, "mode": mode}
     with pytest.raises(BudgetExceeded, match=r"more than epsilon 3.*training ended after step \d of 8"):
-        training.train(config, data=data(), folder=tmp_path)
+        training.train(config, data=DATA, folder=tmp_path)
     run = training.load_run(tmp_path)
-    assert 0 < run.step == len(computed) == paid_steps(tmp_path) < STEPS
+    assert 0 < run.step == len(recorder.steps) == paid_steps(tmp_path) < STEPS
     assert run.summary["steps"] == run.step
     assert "would cost more than epsilon 3" in run.summary["stopped"]
     assert set(run.summary) == {"schema_version", "steps", "stopped"} or mode == "experiment"
@@ -144,10 +135,10 @@ def test_a_budget_stops_before_the_step_that_would_exceed_it(
     assert guarantee.epsilon <= 3.0
     one_more = [mechanism.repeated(run.step + 1) for mechanism in read_ledger(tmp_path).mechanisms]
     assert guarantees(one_more, delta=1e-5)[0].epsilon > 3.0
-    assert set(run.predict(data()[0]).tolist()) <= {0, 1, 2}
+    assert set(run.predict(DATA[0]).tolist()) <= {0, 1, 2}
     assert write_report(run).exists()
     with pytest.raises(training.errors.RunFolderError, match="nothing to resume"):
-        training.train(data=data(), folder=tmp_path, resume=True)
+        training.train(data=DATA, folder=tmp_path, resume=True)
 
 
 def test_a_spent_budget_is_one_line_and_exit_code_4(tmp_path: Path) -> None:
@@ -162,7 +153,7 @@ def test_a_spent_budget_is_one_line_and_exit_code_4(tmp_path: Path) -> None:
 def test_a_budget_below_one_step_leaves_a_run_that_released_nothing(tmp_path: Path) -> None:
     config = {**RECORD, "protection": {**SMALL_BUDGET, "epsilon": 1.0}}
     with pytest.raises(BudgetExceeded, match="spent 0.*training ended after step 0 of 8"):
-        training.train(config, data=data(), folder=tmp_path)
+        training.train(config, data=DATA, folder=tmp_path)
     run = training.load_run(tmp_path)
     assert run.step == paid_steps(tmp_path) == 0
     with pytest.raises(NoGuarantee, match="no step was paid for yet; train first"):
@@ -211,6 +202,10 @@ class Recorder:
             monkeypatch.setattr(os, name, function)
         monkeypatch.setattr(FeedbackTrainer, "step", compute)
 
+    @property
+    def steps(self) -> list[int]:
+        return [value for kind, value in self.events if kind == "step"]
+
 
 def unpaid(events: list[tuple[str, Any]], *, mode: str) -> list[int]:
     """Steps that began before a line that pays for them was written, synced, and counted by the head, in this order.
@@ -237,6 +232,12 @@ def unpaid(events: list[tuple[str, Any]], *, mode: str) -> list[int]:
     return missing
 
 
+def stop_and_resume(config: dict[str, Any], folder: Path, watcher: Callback) -> training.Run:
+    with pytest.raises(KeyboardInterrupt):
+        training.train(config, data=DATA, folder=folder, watcher=watcher)
+    return training.train(data=DATA, folder=folder, resume=True)
+
+
 @pytest.mark.parametrize("block", [1, 3, 64])
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_every_step_is_written_and_synced_before_it_is_computed(
@@ -244,12 +245,8 @@ def test_every_step_is_written_and_synced_before_it_is_computed(
 ) -> None:
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, mode, block)
     recorder = Recorder(monkeypatch)
-    config = {**RECORD, "mode": mode}
-    with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
-    training.train(data=data(), folder=tmp_path, resume=True)
-    steps = [value for kind, value in recorder.events if kind == "step"]
-    assert steps == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # step 4 stood behind the checkpoint and was done again
+    stop_and_resume({**RECORD, "mode": mode}, tmp_path, stop_at(5))
+    assert recorder.steps == [0, 1, 2, 3, 4, 4, 5, 6, 7]  # 4 stood behind the checkpoint and was done again
     assert sum(kind == "write" for kind, _ in recorder.events) == len(entries(tmp_path))
     assert unpaid(recorder.events, mode=mode) == []
 
@@ -278,15 +275,13 @@ def _never_sync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _pay_once_for_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release run whose ledger takes it for an experiment."""
-    monkeypatch.setattr(Ledger, "_reserve", _reserve_as_experiment(Ledger._reserve))
+    reserve = Ledger._reserve
 
+    def wrong(ledger: Ledger, step: int, mechanisms: Any, until: int | None) -> None:
+        if ledger._coverage.find(step) is None:
+            reserve(ledger, step, mechanisms, until)
 
-def _reserve_as_experiment(reserve: Callable[..., None]) -> Callable[..., None]:
-    def wrong(self: Ledger, step: int, mechanisms: Any, until: int | None) -> None:
-        if self._coverage.find(step) is None:
-            reserve(self, step, mechanisms, until)
-
-    return wrong
+    monkeypatch.setattr(Ledger, "_reserve", wrong)
 
 
 @pytest.mark.parametrize("fault", [_pay_late, _never_sync, _pay_once_for_repeats])
@@ -296,20 +291,16 @@ def test_planted_faults_of_the_order_are_caught(
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     recorder = Recorder(monkeypatch)
     fault(monkeypatch)
-    config = {**RECORD, "mode": "release"}
-    with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
-    training.train(data=data(), folder=tmp_path, resume=True)
+    stop_and_resume({**RECORD, "mode": "release"}, tmp_path, stop_at(5))
     assert unpaid(recorder.events, mode="release")
 
 
 @pytest.mark.parametrize(("mode", "total"), [("experiment", STEPS), ("release", STEPS + 4)])
 def test_a_release_run_that_goes_on_pays_again(tmp_path: Path, mode: str, total: int, stop_at: type) -> None:
     """Killed after step 5, checkpoint at 4: steps 4 to 7, paid for in a block before, are drawn and charged afresh."""
-    unbroken = training.train({**RECORD, "mode": mode}, data=data(), folder=tmp_path / "unbroken")
-    with pytest.raises(KeyboardInterrupt):
-        training.train({**RECORD, "mode": mode}, data=data(), folder=tmp_path / "broken", watcher=stop_at(5))
-    run = training.train(data=data(), folder=tmp_path / "broken", resume=True)
+    config = {**RECORD, "mode": mode}
+    unbroken = training.train(config, data=DATA, folder=tmp_path / "unbroken")
+    run = stop_and_resume(config, tmp_path / "broken", stop_at(5))
     assert paid_steps(tmp_path / "broken") == total
     (exact,), (found,) = unbroken.guarantees, run.guarantees
     assert (found.epsilon > exact.epsilon) == (mode == "release")
@@ -317,12 +308,9 @@ def test_a_release_run_that_goes_on_pays_again(tmp_path: Path, mode: str, total:
 
 def test_a_release_run_may_run_out_of_budget_by_being_killed(tmp_path: Path, stop_at: type) -> None:
     config = {**RECORD, "protection": {"kind": "record", "epsilon": 2.0}, "mode": "release"}
-    with pytest.raises(KeyboardInterrupt):
-        training.train(config, data=data(), folder=tmp_path, watcher=stop_at(5))
-    with pytest.raises(
-        BudgetExceeded, match="ended after step 4 of 8.*; [1-4] steps that are paid for were lost when"
-    ):
-        training.train(data=data(), folder=tmp_path, resume=True)
+    lost = "ended after step 4 of 8.*; [1-4] steps that are paid for were lost when"
+    with pytest.raises(BudgetExceeded, match=lost):
+        stop_and_resume(config, tmp_path, stop_at(5))
     (guarantee,) = training.load_run(tmp_path).guarantees
     assert guarantee.epsilon <= 2.0
 
@@ -337,7 +325,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, stop_at: type) -> Path:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(STEPS_PAID_AT_ONCE, "experiment", 2)
         with pytest.raises(KeyboardInterrupt):
-            training.train(RECORD, data=data(), folder=folder, watcher=stop_at(5))
+            training.train(RECORD, data=DATA, folder=folder, watcher=stop_at(5))
     return folder
 
 
@@ -375,22 +363,14 @@ def test_a_tampered_ledger_is_refused_with_its_place(stopped: Path, tmp_path: Pa
     ledger.write_bytes(b"".join(change(lines)))
     changed = ledger.read_bytes()
     with pytest.raises(LedgerCorrupt, match=message):
-        training.train(data=data(), folder=folder, resume=True)
+        training.train(data=DATA, folder=folder, resume=True)
     assert ledger.read_bytes() == changed  # nothing was repaired
     with pytest.raises(LedgerCorrupt, match=message):
         _ = training.load_run(folder).guarantees
     for command in (["report", folder], ["account", "run", folder]):
         told = opusim(*command, cwd=tmp_path)
         assert (told.returncode, told.stderr.count("\n"), "ledger.jsonl: line" in told.stderr) == (2, 1, True)
-    training.load_run(folder).predict(data()[0])  # the model is still there
-
-
-def test_a_line_that_the_head_does_not_count_is_what_a_crash_leaves(stopped: Path, tmp_path: Path) -> None:
-    folder = copy_of(stopped, tmp_path)
-    with (folder / "ledger.jsonl").open("ab") as ledger:
-        ledger.write(b'{"schema_version":1,"line":5,')
-    training.train(data=data(), folder=folder, resume=True)
-    assert paid_steps(folder) == STEPS
+    training.load_run(folder).predict(DATA[0])  # the model is still there
 
 
 def test_every_flipped_byte_is_found_on_its_line(stopped: Path, tmp_path: Path) -> None:
@@ -422,21 +402,15 @@ def test_a_run_without_its_ledger_says_so(stopped: Path, tmp_path: Path) -> None
     with pytest.raises(LedgerCorrupt, match="ledger.jsonl is missing; restore it from a copy"):
         _ = training.load_run(folder).guarantees
     with pytest.raises(LedgerCorrupt, match="ledger.jsonl: line 1: is missing: checkpoint step-0000000004"):
-        training.train(data=data(), folder=folder, resume=True)
+        training.train(data=DATA, folder=folder, resume=True)
 
 
-def harness(tmp_path: Path, *arguments: str) -> str:
-    command = [sys.executable, "-m", "tests.support.ledger_kill_harness", str(tmp_path), *arguments]
+@pytest.mark.slow
+@pytest.mark.parametrize("is_random", [False, True])
+def test_sigkill_never_leaves_a_computed_step_unpaid(tmp_path: Path, is_random: bool, seed: int) -> None:
+    """At every touch of the disk, and at random moments."""
+    moments = [str(seed)] if is_random else []
+    command = [sys.executable, "-m", "tests.support.ledger_kill_harness", str(tmp_path), *moments]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-@pytest.mark.slow
-def test_sigkill_never_leaves_a_computed_step_unpaid(tmp_path: Path) -> None:
-    assert int(harness(tmp_path).split()[0]) > 100
-
-
-@pytest.mark.slow
-def test_sigkill_at_random_moments_never_leaves_a_computed_step_unpaid(tmp_path: Path, seed: int) -> None:
-    assert int(harness(tmp_path, str(seed)).split()[0]) >= 100
+    assert int(result.stdout.split()[0]) >= (100 if is_random else 101)

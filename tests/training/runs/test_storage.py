@@ -1,8 +1,11 @@
 import errno
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,10 +25,7 @@ def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "file"
     storage.write_file(path, b"old")
 
-    def full(descriptor: int, content: memoryview) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "write", full)
+    monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space left.*keeps its old content.*file"):
         storage.write_file(path, b"new content")
     assert path.read_bytes() == b"old"
@@ -40,30 +40,19 @@ def test_lines_come_back(tmp_path: Path) -> None:
     assert storage.read_lines(path) == records
 
 
-@pytest.mark.parametrize("cut", [1, 5, 12])
-def test_a_cut_last_line_is_dropped_and_overwritten(tmp_path: Path, cut: int) -> None:
+@pytest.mark.parametrize("tail", [b'{"bcdefgh": 2}', b'{"bcdefgh"', b"{", b"x" * 10_000], ids=len)
+def test_a_cut_last_line_is_dropped_and_overwritten(tmp_path: Path, tail: bytes) -> None:
+    """Also one that is longer than a block."""
     path = tmp_path / "lines"
     storage.append_line(path, {"a": 1})
-    storage.append_line(path, {"bcdefgh": 2})
-    path.write_bytes(path.read_bytes()[:-cut])
+    path.write_bytes(path.read_bytes() + tail)
     assert storage.read_lines(path) == [{"a": 1}]
     storage.append_line(path, {"c": 3})
     assert storage.read_lines(path) == [{"a": 1}, {"c": 3}]
 
 
-def test_a_long_cut_line_is_found_over_several_blocks(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
-    storage.append_line(path, {"a": 1})
-    with path.open("ab") as file:
-        file.write(b"x" * 10_000)
-    storage.append_line(path, {"b": 2})
-    assert storage.read_lines(path) == [{"a": 1}, {"b": 2}]
-
-
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_lines_after_a_failed_one_are_read(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_after_a_failed_one_are_read(tmp_path: Path, call: str, monkeypatch: Any) -> None:
     path = tmp_path / "lines"
     storage.append_line(path, {"a": 1})
     real_write, calls = os.write, []
@@ -83,23 +72,16 @@ def test_lines_after_a_failed_one_are_read(
     assert storage.read_lines(path) == [{"a": 1}, {"c": 3}]
 
 
-def test_a_changed_line_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "lines"
+@pytest.mark.parametrize(("use", "message"), [
+    (storage.read_lines, "line 2 is not JSON"),
+    (storage.read_json, "file: not JSON"),
+    (lambda path: storage.append_line(path, {"loss": float("nan")}), "Out of range float values"),
+])  # fmt: skip
+def test_what_is_no_json_is_refused(tmp_path: Path, use: Callable[[Path], object], message: str) -> None:
+    path = tmp_path / "file"
     path.write_text('{"a": 1}\nnonsense\n{"b": 2}\n')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        storage.read_lines(path)
-
-
-def test_not_a_number_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Out of range float values"):
-        storage.append_line(tmp_path / "lines", {"loss": float("nan")})
-
-
-def test_a_broken_json_file_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text("{")
-    with pytest.raises(ValueError, match="config.json: not JSON"):
-        storage.read_json(path)
+    with pytest.raises(ValueError, match=message):
+        use(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +96,18 @@ class Kept:
 KEPT = Kept(score=0.1 + 0.2, settings=("optimizer.lr=0.1", "é"), facts={"a": 2**63 - 1})
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A record that is kept under a seal."""
+    storage.write_record(tmp_path / "record.json", KEPT, 7)
+    return tmp_path / "record.json"
+
+
 def read(path: Path) -> Kept:
     return storage.read_record(path, Kept, 7, what="a record", remedy="write it again")
 
 
-def test_a_sealed_record_comes_back(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    storage.write_record(path, KEPT, 7)
+def test_a_sealed_record_comes_back(path: Path) -> None:
     assert read(path) == KEPT
     content = json.loads(path.read_text())
     assert list(content) == ["schema_version", "score", "settings", "facts", "seal"]
@@ -128,16 +115,10 @@ def test_a_sealed_record_comes_back(tmp_path: Path) -> None:
     assert read(path) == KEPT
 
 
-def test_an_edited_record_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
-    storage.write_record(path, KEPT, 7)
+def test_an_edited_record_is_refused(path: Path) -> None:
     sound = path.read_text()
-    for old, new in (
-        ("0.30000000000000004", "0.3"),
-        ("lr=0.1", "lr=0.2"),
-        ('"a"', '"b"'),
-        ("775807", "775806"),
-    ):
+    edits = {"0.30000000000000004": "0.3", "lr=0.1": "lr=0.2", '"a"': '"b"', "775807": "775806"}
+    for old, new in edits.items():
         assert old in sound
         path.write_text(sound.replace(old, new))
         with pytest.raises(RunFolderError, match=r"record\.json was changed since it was written"):
@@ -145,10 +126,8 @@ def test_an_edited_record_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_no_flipped_bit_changes_a_record(tmp_path: Path) -> None:
+def test_no_flipped_bit_changes_a_record(path: Path) -> None:
     """The name of the seal is the one place after whose change the record is read, with a warning."""
-    path = tmp_path / "record.json"
-    storage.write_record(path, KEPT, 7)
     sound = path.read_bytes()
     warned, noticed = set(), 0
     for place in range(len(sound)):
@@ -164,8 +143,7 @@ def test_no_flipped_bit_changes_a_record(tmp_path: Path) -> None:
     assert b"seal" in sound[min(warned) : max(warned) + 1]
 
 
-def test_a_record_of_an_earlier_version_warns(tmp_path: Path) -> None:
-    path = tmp_path / "record.json"
+def test_a_record_of_an_earlier_version_warns(path: Path) -> None:
     storage.write_json(path, storage.record_json(KEPT, 7))
     with pytest.warns(UserWarning, match=r"record\.json: has no digest, like all files of versions before"):
         assert read(path) == KEPT

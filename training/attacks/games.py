@@ -130,8 +130,7 @@ class TwoWorlds(ABC):
 
         Games of different seeds in [0, 2^63) share no randomness; a release run's mechanism ignores the seed.
         """
-        seeds = [derive_seed(seed, "pass", number) >> 1 for number in range(-(-count // self.together))]
-        return np.concatenate([self._pass(own, first=first) for own in seeds], axis=1)[:, :count]
+        return in_passes(count, self.together, lambda own: self._pass(own, first=first), seed=seed)
 
     def _pass(self, seed: int, *, first: bool) -> np.ndarray:
         """Return the scores of one pass, shape (adversaries, together)."""
@@ -224,6 +223,13 @@ def protected(plan: RunPlan, kind: type) -> Any:
     """Return the protection of a run, which must be of this class."""
     checks.instance(kind, protection=plan.protection)
     return plan.protection
+
+
+def in_passes(count: int, size: int, play: Callable[[int], np.ndarray], *, seed: int) -> np.ndarray:
+    """Return the scores of passes of `size` trials each, cut to `count`, shape (adversaries, count)."""
+    passes = -(-count // size)
+    scores = [play(derive_seed(seed, "pass", number) >> 1) for number in range(passes)]
+    return np.concatenate(scores, axis=1)[:, :count]
 
 
 # Labels that are looked at once (randomized response, noisy readings, photon counts and their argmax): everything that

@@ -52,8 +52,7 @@ from opusim.training.networks.user_code import (
     require_trusted,
     warn_if_changed,
 )
-from opusim.training.protections.base import Protection
-from opusim.training.protections.planning import Plan
+from opusim.training.protections.base import Plan, Protection
 from opusim.training.protections.record import CyclicPoissonSampler
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from opusim.training.networks.record_gradients.layout import Layout
+from opusim.training.networks.record_gradients.calls import Layout
 
 
 @dataclass(frozen=True)

@@ -337,12 +337,9 @@ def test_saves_of_private_loops(folder: Path, data: st.DataObject) -> None:
 # results
 
 SEARCH = SearchState(
-    asked={"configuration": "a" * 32},
-    payment=1,
-    draw=Draw(trials=(("optimizer.lr=0.1",),), seed=1),
-    started=[0],
-    scores={0: 0.5},
-)
+    asked={"configuration": "a" * 32}, payment=1, draw=Draw(trials=(("optimizer.lr=0.1",),), seed=1),
+    started=[0], scores={0: 0.5},
+)  # fmt: skip
 
 
 def states(place: Path) -> dict[str, tuple[Any, Callable[[Path], Any]]]:
@@ -416,14 +413,9 @@ def test_results(folder: Path, name: str, data: st.DataObject) -> None:
 # served devices
 
 USE = Entry(
-    time="2026-01-01T00:00:00",
-    device="camera",
-    user="ada",
-    run="r",
-    calls=1,
-    used=Usage(frames=3, seconds=1.0),
-    busy_s=0.1,
-).to_json()
+    time="2026-01-01T00:00:00", device="camera", user="ada", run="r", calls=1,
+    used=Usage(frames=3, seconds=1.0), busy_s=0.1,
+).to_json()  # fmt: skip
 
 
 @examples(150)

@@ -199,26 +199,15 @@ def ledger_in(folder: Path) -> Path:
     file = folder / LEDGER_FILE
     if not file.exists():
         facts = CertificateFacts(
-            digest="c" * 32,
-            device="camera",
-            date="2026-01-01",
-            age_days=0,
-            beta=1e-7,
-            law="law",
-            remarks=("r",),
-            every_steps=1,
-            finds=0.5,
-        )
+            digest="c" * 32, device="camera", date="2026-01-01", age_days=0, beta=1e-7, law="law",
+            remarks=("r",), every_steps=1, finds=0.5,
+        )  # fmt: skip
         with Ledger(file, mode="release", delta=1e-5, enforced=True, block=10) as ledger:
             ledger.note_certificate(facts)
             step = RecordCentral(
-                noise_multiplier=2.0,
-                clip_norm=1.0,
-                divisor=10.0,
-                sampling_probability=0.1,
-                certificate="c" * 32,
-                beta=1e-7,
-            )
+                noise_multiplier=2.0, clip_norm=1.0, divisor=10.0, sampling_probability=0.1,
+                certificate="c" * 32, beta=1e-7,
+            )  # fmt: skip
             ledger.pay_once("labels", step)
             for number in range(5):
                 ledger.pay(number, step)
@@ -273,14 +262,10 @@ def test_entries_of_ledgers(folder: Path, data: st.DataObject) -> None:
 def statement(folder: Path) -> dict[str, Any]:
     content = read_ledger(ledger_in(folder))
     found = Statement(
-        mode=content.mode,
-        guarantees=tuple(content.guarantees()),
-        mechanisms=tuple(content.mechanisms),
-        certificates=content.certificates,
-        ledger=LedgerFacts.of(content, ["summary.json"]),
-        run=None,
+        mode=content.mode, guarantees=tuple(content.guarantees()), mechanisms=tuple(content.mechanisms),
+        certificates=content.certificates, ledger=LedgerFacts.of(content, ["summary.json"]), run=None,
         versions={"python": "3"},
-    )
+    )  # fmt: skip
     return dict(json.loads(json.dumps(found.to_json())))
 
 

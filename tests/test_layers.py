@@ -240,15 +240,12 @@ def test_files_import_each_other_in_no_circle() -> None:
     require("circles of files", circles(graph(product_imports())))
 
 
-@pytest.mark.parametrize(
-    "back",
-    [
-        "from p.a import x",
-        "def f():\n    from . import a",
-        "if TYPE_CHECKING:\n    from p.a import X",
-        "if typing.TYPE_CHECKING:\n    import p.a",
-    ],
-)
+@pytest.mark.parametrize("back", [
+    "from p.a import x",
+    "def f():\n    from . import a",
+    "if TYPE_CHECKING:\n    from p.a import X",
+    "if typing.TYPE_CHECKING:\n    import p.a",
+])  # fmt: skip
 def test_a_circle_is_caught(back: str) -> None:
     sources = {"p": "", "p.a": "import p.b", "p.b": "from p.c import y", "p.c": back}
     imports = {name: imports_of(source, package="p") for name, source in sources.items()}
@@ -318,18 +315,15 @@ def test_the_configuration_of_a_plan_is_bound_in_the_engine() -> None:
     require("reads of a plan's configuration outside the engine", found)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "if config.protection.kind == 'record': pass",
-        *("if self.protection.kind in ('label', 'none'): pass", "x = protection.kind != 'none'"),
-        *("kind = config.protection.kind", "config.protection.kind.startswith('label')"),
-        *("TABLE[config.protection.kind]", "match plan.config.protection.kind:\n    case _: pass"),
-        *("protection = str(options['protection']['kind'])", "TABLE[options['protection']['kind']]"),
-        *("if protection['kind'] == 'none': pass", "if protection in ('record', 'label'): pass"),
-        "x = found.protection == 'record' and found.kind == 'pdfa'",
-    ],
-)
+@pytest.mark.parametrize("statement", [
+    "if config.protection.kind == 'record': pass",
+    *("if self.protection.kind in ('label', 'none'): pass", "x = protection.kind != 'none'"),
+    *("kind = config.protection.kind", "config.protection.kind.startswith('label')"),
+    *("TABLE[config.protection.kind]", "match plan.config.protection.kind:\n    case _: pass"),
+    *("protection = str(options['protection']['kind'])", "TABLE[options['protection']['kind']]"),
+    *("if protection['kind'] == 'none': pass", "if protection in ('record', 'label'): pass"),
+    "x = found.protection == 'record' and found.kind == 'pdfa'",
+])  # fmt: skip
 def test_a_comparison_of_kinds_is_caught(statement: str) -> None:
     assert kind_comparisons(statement) == [1]
 
@@ -357,27 +351,24 @@ def test_module_of_finds_the_file_that_a_name_lies_in() -> None:
     assert module_of("torch.nn", product_files()) is None
 
 
-@pytest.mark.parametrize(
-    ("statement", "heavy"),
-    [
-        ("import opusim, opusim.noise, opusim.errors", {"torch", "numba", "pydantic", "scipy"}),
-        ("import opusim; opusim.ConfigError, dir(opusim)", {"torch", "numba", "pydantic", "opusim.training"}),
-        ("import opusim.cli", {"torch", "numba", "pydantic", "scipy", "numpy"}),
-        ("import opusim.training.cli", {"torch", "numba", "matplotlib", "scipy", "sklearn"}),
-        (
-            "from opusim.training.config import load_config; load_config()",
-            {"torch", "numba", "matplotlib", "scipy"},
-        ),
-        (  # what `report` reads and shows a run with
-            "import opusim.training.reports.run_report, opusim.training.runs.folder",
-            {"torch", "numba", "matplotlib", "scipy", "sklearn"},
-        ),
-        (  # what `evaluate` reads a run with
-            "import opusim.training.runs.run, opusim.training.feedback.trainer",
-            {"numba", "matplotlib", "scipy", "sklearn"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("statement", "heavy"), [
+    ("import opusim, opusim.noise, opusim.errors", {"torch", "numba", "pydantic", "scipy"}),
+    ("import opusim; opusim.ConfigError, dir(opusim)", {"torch", "numba", "pydantic", "opusim.training"}),
+    ("import opusim.cli", {"torch", "numba", "pydantic", "scipy", "numpy"}),
+    ("import opusim.training.cli", {"torch", "numba", "matplotlib", "scipy", "sklearn"}),
+    (
+        "from opusim.training.config import load_config; load_config()",
+        {"torch", "numba", "matplotlib", "scipy"},
+    ),
+    (  # what `report` reads and shows a run with
+        "import opusim.training.reports.run_report, opusim.training.runs.folder",
+        {"torch", "numba", "matplotlib", "scipy", "sklearn"},
+    ),
+    (  # what `evaluate` reads a run with
+        "import opusim.training.runs.run, opusim.training.feedback.trainer",
+        {"numba", "matplotlib", "scipy", "sklearn"},
+    ),
+])  # fmt: skip
 def test_heavy_libraries_are_imported_when_needed(statement: str, heavy: set[str]) -> None:
     code = f"import sys\n{statement}\nprint(*sys.modules)"
     command = [sys.executable, "-c", code]

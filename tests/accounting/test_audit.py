@@ -30,15 +30,9 @@ REPEATS, N = 200, 1000
 
 def _claim(epsilon: float, delta: float = DELTA) -> Guarantee:
     return Guarantee(
-        epsilon=epsilon,
-        delta=delta,
-        unit=Unit.RECORD,
-        adjacency=Adjacency.REPLACE_ONE,
-        release=Release.EVERY_UPDATE,
-        status=Status.CLAIMED,
-        mechanism="test",
-        source="test",
-    )
+        epsilon=epsilon, delta=delta, unit=Unit.RECORD, adjacency=Adjacency.REPLACE_ONE,
+        release=Release.EVERY_UPDATE, status=Status.CLAIMED, mechanism="test", source="test",
+    )  # fmt: skip
 
 
 def _bounds(shift: float, plan: AuditPlan, seed: int) -> np.ndarray:

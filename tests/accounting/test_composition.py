@@ -79,9 +79,7 @@ def test_several_mechanisms_are_accounted_for_each_time_and_by_themselves(linear
 @pytest.mark.parametrize(
     ("cost", "exceeds"), [(1.0, False), (math.nextafter(1.0, 2.0), True), (math.nan, True), (math.inf, True)]
 )
-def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(
-    cost: float, exceeds: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_spent_to_its_end(cost: float, exceeds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Budget, "spent", lambda *_: cost)
     assert Budget(epsilon=1.0, delta=DELTA).would_exceed([], [STEP]) is exceeds
 
@@ -142,9 +140,14 @@ def test_the_guarantee_of_all_is_that_of_their_sum() -> None:
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> type[Gaussian]:
-    """A kind of another package: Gaussian noise that states its own number, ten times too small."""
+def own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a test register kinds that no other test sees."""
     monkeypatch.setattr(mechanism_module, "_KINDS", dict(mechanism_module._KINDS))
+
+
+@pytest.mark.usefixtures("own_kinds")
+def test_a_kind_that_states_its_own_number_composes_only_with_itself() -> None:
+    """Neither its number for ours, nor ours for it; it is ten times too small."""
 
     class Own(Gaussian):
         kind = "own_bounds"
@@ -154,23 +157,17 @@ def own(monkeypatch: pytest.MonkeyPatch) -> type[Gaussian]:
             found = super().bounds(mechanisms, adjacency, delta)
             return replace(found, lower=found.lower / 10, upper=found.upper / 10)
 
-    return Own
-
-
-def test_a_kind_that_states_its_own_number_composes_only_with_itself(own: type[Gaussian]) -> None:
-    """Neither its number for ours, nor ours for it."""
-    plain, theirs = Gaussian(noise_multiplier=2.0), own(noise_multiplier=2.0)
+    plain, theirs = Gaussian(noise_multiplier=2.0), Own(noise_multiplier=2.0)
     priced = [guarantees([one], delta=DELTA)[0].epsilon for one in (plain, theirs)]
     assert priced[0] == pytest.approx(10 * priced[1])
-    assert guarantees([theirs, own(noise_multiplier=3.0)], delta=DELTA)[0].epsilon > priced[1]
+    assert guarantees([theirs, Own(noise_multiplier=3.0)], delta=DELTA)[0].epsilon > priced[1]
     with pytest.raises(NoGuarantee, match="no accountant covers them together"):
         guarantees([plain, theirs], delta=DELTA)
     assert (PoissonGaussian.accountant, RecordCentral.accountant) == (AdditiveNoise, RecordCentral)
 
 
-def test_a_kind_without_a_theorem_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mechanism_module, "_KINDS", dict(mechanism_module._KINDS))
-
+@pytest.mark.usefixtures("own_kinds")
+def test_a_kind_without_a_theorem_is_refused() -> None:
     class Bare(Gaussian):
         kind = "bare"
         theorem = None
@@ -186,12 +183,6 @@ def test_relations_weaken_only_where_the_mechanisms_state_them() -> None:
     assert guarantees(both, delta=DELTA)[0].adjacency is Adjacency.ZERO_OUT
     with pytest.raises(NoGuarantee, match="their relations differ"):
         guarantees([STEP, replace(STEP, adjacency=Adjacency.ZERO_OUT)], delta=DELTA)
-
-
-@pytest.fixture
-def own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a test register kinds that no other test sees."""
-    monkeypatch.setattr(mechanism_module, "_KINDS", dict(mechanism_module._KINDS))
 
 
 @pytest.mark.usefixtures("own_kinds")

@@ -18,9 +18,9 @@ from opusim.accounting.mechanisms.selection import PrivateSelection
 from opusim.accounting.mechanisms.zeroth_order import ZoGaussian, ZoLaplace
 from opusim.accounting.numerics import loss_laws
 from opusim.accounting.numerics.loss_laws import (
+    Direction,
     GaussianLaw,
     LaplaceLaw,
-    LossLaw,
     grid_above,
     grid_below,
     normal_masses,
@@ -39,13 +39,9 @@ ADDED = Adjacency.ADD_OR_REMOVE_ONE
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])
-def test_the_law_below_has_no_more_mass_than_one(direction: str) -> None:
+def test_the_law_below_has_no_more_mass_than_one(direction: Direction) -> None:
     """It had 1 + 2e-12 where the polygon bridged corners; at 1e8 steps the lower bound then passed the upper one."""
-    law = LaplaceLaw(
-        scale=2.424012167720748,
-        probability=4.79259838878059e-07,
-        direction="remove" if direction == "remove" else "add",
-    )
+    law = LaplaceLaw(scale=2.424012167720748, probability=4.79259838878059e-07, direction=direction)
     below = grid_below(law, *law.span(1e-17, 1e-22), 1.17e-8)
     assert 1 - 1e-13 <= math.fsum(below.masses) <= 1
     assert 1 - 1e-13 <= math.fsum(below.masses * np.exp(-below.losses)) <= 1 + 1e-15
@@ -120,13 +116,10 @@ def test_a_transform_has_the_error_that_is_counted(size: int) -> None:
     assert float(error.max()) <= UNIT * (8 * math.log2(size) + 16) * float(np.abs(values).sum())
 
 
-@pytest.mark.parametrize(
-    ("law", "scale", "q", "steps", "delta"),
-    [
-        ("laplace", 7667.1, 3.6e-5, 7, 8.9e-27),
-        pytest.param("gaussian", 1.0, 0.01, 10**8, 1e-6, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("law", "scale", "q", "steps", "delta"), [
+    ("laplace", 7667.1, 3.6e-5, 7, 8.9e-27),
+    pytest.param("gaussian", 1.0, 0.01, 10**8, 1e-6, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_beyond_doubles_is_no_failure(law: str, scale: float, q: float, steps: int, delta: float) -> None:
     one = NoisySum(law="laplace" if law == "laplace" else "gaussian", scale=scale, probability=q, steps=steps)
     found = noise_bounds([one], ADDED, delta)
@@ -158,11 +151,7 @@ def test_the_gaussian_closed_form_encloses_its_root(mu: float, delta: float) -> 
 
 def test_a_single_step_among_many_costs_little_rounding() -> None:
     def step(z: float, q: float, steps: int) -> NoisyStep:
-        laws: list[LossLaw] = [
-            GaussianLaw(noise=z, probability=q, direction="remove"),
-            GaussianLaw(noise=z, probability=q, direction="add"),
-        ]
-        return tuple(laws), steps
+        return tuple(GaussianLaw(noise=z, probability=q, direction=d) for d in ("remove", "add")), steps
 
     with np.errstate(all="ignore"):
         found = compose_bounds([step(0.9, 1e-3, 1), step(0.9, 1e-3, 9999)], 1e-9)

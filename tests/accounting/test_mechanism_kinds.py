@@ -13,7 +13,7 @@ from dp_accounting.pld import PLDAccountant
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opusim.accounting.composition import Budget, calibrate_noise, guarantees, merge
+from opusim.accounting.composition import Budget, calibrate_noise, guarantees
 from opusim.accounting.guarantee import Adjacency, BudgetExceeded, NoGuarantee, Release, Status, Unit
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.accounting.mechanism import Mechanism, mechanism_from_json, mechanism_kinds
@@ -73,12 +73,7 @@ CALIBRATED = (
         noise_multiplier=2.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, steps=4
     ),
     ConvexLastIterate(
-        objective="margin",
-        clip=0.5,
-        learning_rate=1.9,
-        batches=6,
-        epochs=3,
-        noise_multiplier=4.0,
+        objective="margin", clip=0.5, learning_rate=1.9, batches=6, epochs=3, noise_multiplier=4.0,
         final_noise=2.0,
     ),
     PrivateSelection(mean=5.0, mu=0.5),
@@ -97,22 +92,16 @@ CALIBRATED = (
     ),
     ZoLaplace(scale=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3),
     RecordReplaced(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, steps=3),
-)
+)  # fmt: skip
 WITHOUT_NOISE = (
     PUBLISHED,
     PdfaWithoutFormula(missing="a clip of the projected error", steps=2),
     Unprotected(what="bp without protection", steps=9),
     PublishedUlr(
-        target_std=4.0,
-        sampling_probability=0.1,
-        n_records=1000,
-        min_batch_size=80,
-        modules=2,
-        largest_module=650,
-        sampled=True,
-        steps=3,
+        target_std=4.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, modules=2,
+        largest_module=650, sampled=True, steps=3,
     ),
-)
+)  # fmt: skip
 ALL = CALIBRATED + WITHOUT_NOISE
 QUICK = [
     pytest.param(m, marks=pytest.mark.slow) if isinstance(m, RejectionGaussian) else m for m in CALIBRATED
@@ -131,32 +120,24 @@ def test_every_kind_is_tested_and_none_is_inherited() -> None:
         type("Cheaper", (Gaussian,), {"guarantees": classmethod(lambda cls, mechanisms, **other: [])})
 
 
-@pytest.mark.parametrize("mechanism", ALL, ids=_name)
-def test_descriptions_survive_json(mechanism: Mechanism) -> None:
-    text = json.dumps(mechanism.to_json(), allow_nan=False)
-    assert mechanism_from_json(json.loads(text)) == mechanism
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"steps": True}, "steps = True: Input should be a valid integer"),
-        ({"steps": "3"}, "steps = '3': Input should be a valid integer"),
-        ({"steps": 3.5}, "steps = 3.5: Input should be a valid integer"),
-        ({"device_noise": "no"}, "device_noise = 'no': Input should be a valid boolean"),
-        ({"noise_multiplier": "1.3"}, "noise_multiplier = '1.3': Input should be a valid number"),
-        ({"noise_multiplier": "inf"}, "noise_multiplier = inf: must be finite and above 0"),
-        ({"relation": "replace_one"}, "relation = 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
-        ({"clip_norm": None}, "clip_norm = None: Input should be a valid number"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"steps": True}, "steps = True: Input should be a valid integer"),
+    ({"steps": "3"}, "steps = '3': Input should be a valid integer"),
+    ({"steps": 3.5}, "steps = 3.5: Input should be a valid integer"),
+    ({"device_noise": "no"}, "device_noise = 'no': Input should be a valid boolean"),
+    ({"noise_multiplier": "1.3"}, "noise_multiplier = '1.3': Input should be a valid number"),
+    ({"noise_multiplier": "inf"}, "noise_multiplier = inf: must be finite and above 0"),
+    ({"relation": "replace_one"}, "relation = 'replace_one': must be 'add_or_remove_one' or 'zero_out'"),
+    ({"clip_norm": None}, "clip_norm = None: Input should be a valid number"),
+])  # fmt: skip
 def test_a_value_of_another_type_is_no_description(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         mechanism_from_json(RECORD.to_json() | changes)
 
 
 @pytest.mark.parametrize("mechanism", ALL, ids=_name)
-def test_descriptions_survive_a_ledger(mechanism: Mechanism, tmp_path: Path) -> None:
+def test_descriptions_survive_json_and_a_ledger(mechanism: Mechanism, tmp_path: Path) -> None:
+    assert mechanism_from_json(json.loads(json.dumps(mechanism.to_json(), allow_nan=False))) == mechanism
     path = tmp_path / "ledger.jsonl"
     with Ledger(path, mode="experiment", delta=DELTA, enforced=True, block=3) as ledger:
         ledger.pay_once("first", mechanism)
@@ -164,14 +145,8 @@ def test_descriptions_survive_a_ledger(mechanism: Mechanism, tmp_path: Path) -> 
             ledger.pay(step, mechanism.repeated(1), until=4)
         ours = ledger.guarantees()
     content = read_ledger(path)
-    assert content.mechanisms == [mechanism.repeated(mechanism.steps + 4)]
+    assert content.mechanisms == [mechanism.repeated(mechanism.steps + 4)]  # merged
     assert content.guarantees() == ours
-
-
-@pytest.mark.parametrize("mechanism", ALL, ids=_name)
-def test_merging_keeps_the_sum_of_steps(mechanism: Mechanism) -> None:
-    (merged,) = merge([mechanism, mechanism.repeated(5)])
-    assert merged == mechanism.repeated(mechanism.steps + 5)
 
 
 @pytest.mark.parametrize("mechanism", QUICK, ids=_name)
@@ -223,10 +198,8 @@ def test_a_known_batch_is_never_amplified(mechanism: Mechanism) -> None:
 
 
 def test_enforced_assumptions_are_marked_and_the_others_are_not() -> None:
-    for mechanism in CALIBRATED:
-        trusted, checked = (
-            guarantees([mechanism], delta=DELTA, enforced=enforced)[0] for enforced in (False, True)
-        )
+    for one in CALIBRATED:
+        trusted, checked = (guarantees([one], delta=DELTA, enforced=known)[0] for known in (False, True))
         assert {assumption.holds for assumption in trusted.assumptions} == {None}
         assert {assumption.holds for assumption in checked.assumptions} == {None, True}
         assert trusted.epsilon == checked.epsilon

@@ -78,13 +78,10 @@ def exact_epsilon(curves: list[Curve], delta: float) -> float:
         return float(max(one(curve) for curve in curves))
 
 
-@pytest.mark.parametrize(
-    ("q", "z", "delta"),
-    [
-        *((1e-7, 0.6, 1e-10), (1e-5, 0.5, 1e-9), (1e-3, 0.6, 1e-6), (3e-3, 1.0, 1e-8), (0.01, 3.0, 1e-3)),
-        (0.5, 1.0, 1e-5),
-    ],
-)
+@pytest.mark.parametrize(("q", "z", "delta"), [
+    *((1e-7, 0.6, 1e-10), (1e-5, 0.5, 1e-9), (1e-3, 0.6, 1e-6), (3e-3, 1.0, 1e-8), (0.01, 3.0, 1e-3)),
+    (0.5, 1.0, 1e-5),
+])  # fmt: skip
 def test_a_single_step_is_enclosed(q: float, z: float, delta: float) -> None:
     found = bounds(q, z, 1, delta)
     exact = exact_epsilon([gaussian_curve(q, z, direction) for direction in ("remove", "add")], delta)
@@ -101,9 +98,7 @@ def grid_curve(grid: loss_laws.LossGrid, epsilon: float) -> float:
 @pytest.mark.parametrize(
     ("q", "z", "interval"), [(1e-3, 0.6, 1e-4), (1e-7, 0.6, 1e-5), (1e-7, 0.6, 1e-9), (3e-3, 3.0, 1e-5)]
 )
-def test_grids_lie_on_either_side_of_the_curve(
-    q: float, z: float, interval: float, direction: Direction
-) -> None:
+def test_grids_lie_on_both_sides_of_curves(q: float, z: float, interval: float, direction: Direction) -> None:
     """Relative to delta, in 40 digits, whether the interval is longer or shorter than most losses."""
     law, curve = GaussianLaw(noise=z, probability=q, direction=direction), gaussian_curve(q, z, direction)
     ends = law.span(1e-12, 1e-16)
@@ -149,13 +144,9 @@ def second_opinion(
     if adjacency is REPLACED:
         relation = distributions.NeighborRel.REPLACE_ONE
     step = distributions.from_gaussian_mechanism(
-        z,
-        sampling_prob=q,
-        value_discretization_interval=interval,
-        pessimistic_estimate=pessimistic,
-        use_connect_dots=pessimistic,
-        neighboring_relation=relation,
-    )
+        z, sampling_prob=q, value_discretization_interval=interval, pessimistic_estimate=pessimistic,
+        use_connect_dots=pessimistic, neighboring_relation=relation,
+    )  # fmt: skip
     return float(step.self_compose(steps).get_epsilon_for_delta(delta))
 
 

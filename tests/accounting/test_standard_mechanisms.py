@@ -4,7 +4,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from opusim.accounting.mechanisms.zeroth_order import composed_pure_epsilon
 from opusim.accounting.numerics import gaussian_bounds
 from opusim.accounting.theorems import require_poisson, theorem
 from opusim.training.data.samplers import SCHEMES
+from tests.support.command import ROOT, opusim_process
 
 
 def only(mechanism: object, delta: float) -> Guarantee:
@@ -69,12 +69,8 @@ def test_laplace_rows_of_dp_zo(scale: float, n: int, epsilon: float) -> None:
 @pytest.mark.parametrize(("multiplier", "epsilon"), [(5.0, 4.54), (15.0, 1.32)])
 def test_replace_one(multiplier: float, epsilon: float) -> None:
     """q = 1/60, 24,000 steps; the multiplier is over C, and replacing a record moves the sum by 2 C."""
-    mechanism = PoissonGaussian(
-        noise_multiplier=multiplier,
-        sampling_probability=1 / 60,
-        steps=24_000,
-        adjacency=Adjacency.REPLACE_ONE,
-    )
+    steps = PoissonGaussian(noise_multiplier=multiplier, sampling_probability=1 / 60, steps=24_000)
+    mechanism = replace(steps, adjacency=Adjacency.REPLACE_ONE)
     assert only(mechanism, 1e-5).epsilon == pytest.approx(epsilon, abs=7e-3)
 
 
@@ -135,7 +131,6 @@ def test_a_scheme_without_a_theorem_is_refused_by_name(scheme: str) -> None:
     assert "nothing is known" not in str(refused.value)
 
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "tests" / "support" / "third_party_mechanism"
 OURS = PoissonGaussian(noise_multiplier=2.0, sampling_probability=0.1, steps=3)
 PARAMETERS = {"noise_multiplier": 4.0, "sampling_probability": 0.1, "steps": 5}
@@ -143,14 +138,8 @@ PARAMETERS = {"noise_multiplier": 4.0, "sampling_probability": 0.1, "steps": 5}
 
 def opusim(*arguments: str, installed: bool = True) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own, which has imported nothing of the package."""
-    paths = [str(ROOT), *([str(PACKAGE)] if installed else []), os.environ.get("PYTHONPATH", "")]
-    return subprocess.run(
-        [sys.executable, "-c", "from opusim.training.cli import main; main()", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "140"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    paths = [str(ROOT), *([str(PACKAGE)] if installed else [])]
+    return opusim_process(*arguments, cwd=ROOT, PYTHONPATH=os.pathsep.join(paths))
 
 
 @pytest.fixture(scope="module")

@@ -62,15 +62,12 @@ def test_planted_fault_reads_copies_and_the_hosts_numbers_are_waits(monkeypatch:
         run_steps.on_card("bp")
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("zo", "trainer.kind = 'zo'"),
-        ("convex", "trainer.kind = 'convex'"),
-        ("pdfa, published order", "trainer.tau_b"),
-        ("bp, record", "protection.kind = 'record'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "reason"), [
+    ("zo", "trainer.kind = 'zo'"),
+    ("convex", "trainer.kind = 'convex'"),
+    ("pdfa, published order", "trainer.tau_b"),
+    ("bp, record", "protection.kind = 'record'"),
+])  # fmt: skip
 def test_what_needs_float64_is_refused_on_apples_gpu(name: str, reason: str) -> None:
     algorithm = run_steps.plan_of(name, "mps").algorithm
     told = f"torch_device: 'mps' has no float64, .*{reason} computes; use 'cpu'"

@@ -2,39 +2,32 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from opusim.cli import app
 from opusim.description.schema import load_description, packaged_names
 from opusim.errors import ConfigError
 from opusim.files import to_toml
-
-RUNNER = CliRunner(env={"COLUMNS": "200"})
+from tests.opusim.common import device_refuses, run_device
 
 
 def test_list_names_every_packaged_device() -> None:
-    result = RUNNER.invoke(app, ["list"])
-    assert result.exit_code == 0
-    assert all(name in result.stdout for name in packaged_names())
-    listed = json.loads(RUNNER.invoke(app, ["list", "--json"]).stdout)
+    told = run_device("list")
+    assert all(name in told for name in packaged_names())
+    listed = json.loads(run_device("list", "--json"))
     assert [entry["name"] for entry in listed] == list(packaged_names())
     assert [entry["name"] for entry in listed if "matrix" not in entry["can"]] == ["lighton_appliance"]
 
 
 def test_show_gives_each_number_its_unit_status_and_source() -> None:
-    result = RUNNER.invoke(app, ["show", "gaussian_temperature"])
-    assert result.exit_code == 0
-    line = next(line for line in result.stdout.splitlines() if "dark_current" in line)
+    told = run_device("show", "gaussian_temperature")
+    line = next(line for line in told.splitlines() if "dark_current" in line)
     assert all(word in line for word in ("6.24e+09", "e⁻/s", "assumed", "1 nA"))
-    line = next(line for line in result.stdout.splitlines() if "exposure_us" in line)
+    line = next(line for line in told.splitlines() if "exposure_us" in line)
     assert all(word in line for word in ("400", "µs", "measured"))
-    assert "can: project, draw, intensities, matrix" in result.stdout
-    shown = " ".join(result.stdout.split())
-    assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in shown
-    assert "1,000 vectors 4.3 s" in RUNNER.invoke(app, ["show", "camera"]).stdout
-    assert "at 25 °C the dark current makes 14.821% of its variance" in result.stdout
-    result = RUNNER.invoke(app, ["show", "gaussian", "--json"])
-    assert json.loads(result.stdout) == load_description("gaussian").dump()
+    assert "can: project, draw, intensities, matrix" in told
+    assert "1,000 vectors 500 ms; frame times only, the host's own is not known" in " ".join(told.split())
+    assert "1,000 vectors 4.3 s" in run_device("show", "camera")
+    assert "at 25 °C the dark current makes 14.821% of its variance" in told
+    assert json.loads(run_device("show", "gaussian", "--json")) == load_description("gaussian").dump()
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
@@ -43,14 +36,14 @@ def test_show_refuses_what_its_class_would_refuse(tmp_path: Path, options: list[
     del content["medium"]
     file = tmp_path / "bare.toml"
     file.write_text(to_toml(content))
-    refused = RUNNER.invoke(app, ["show", str(file), *options]).exception
-    assert "medium: missing; a simulated device needs [medium] with a seed" in str(refused)
+    told = r"medium: missing; a simulated device needs \[medium\] with a seed"
+    device_refuses(ConfigError, told, "show", file, *options)
 
 
 def test_copy_writes_a_description_with_changed_keys(tmp_path: Path) -> None:
     out = tmp_path / "warm.toml"
     words = ["copy", "camera_low_light", "--set", "camera.dark.temperature_c=45", "--out", str(out)]
-    assert RUNNER.invoke(app, words).exit_code == 0
+    run_device(*words)
     found, source = load_description(out), load_description("camera_low_light")
     assert found.name == "warm"
     assert found.camera.dark.temperature_c == 45
@@ -59,28 +52,24 @@ def test_copy_writes_a_description_with_changed_keys(tmp_path: Path) -> None:
     changed = {key for key in same if same[key] != found.dump()[key]}
     assert changed == {"camera", "provenance", "title"}
     assert found.title == f"copy of camera_low_light: {source.title}"
-    again = RUNNER.invoke(app, words)
-    assert isinstance(again.exception, ConfigError)
-    assert "exists already" in str(again.exception)
+    device_refuses(ConfigError, "exists already", *words)
 
 
 def test_a_copy_claims_no_measurement_of_the_original(tmp_path: Path) -> None:
     out, again = tmp_path / "bench.toml", tmp_path / "second.toml"
     words = ["copy", "camera", "--set", "camera.sensor.read_noise_e=9.5", "--out", str(out)]
     told = ["--title", "Bench 3", "--source", "bench 3, 2026-11-28"]
-    assert RUNNER.invoke(app, [*words, *told]).exit_code == 0
+    run_device(*words, *told)
     found, original = load_description(out), load_description("camera")
     assert found.title == "Bench 3"
     assert found.provenance["camera.sensor.read_noise_e"].source == "bench 3, 2026-11-28"
-    assert {key: entry.status for key, entry in found.provenance.items() if entry.status != "assumed"} == {
-        "camera.sensor.read_noise_e": "override"
-    }
+    known = {key: entry.status for key, entry in found.provenance.items() if entry.status != "assumed"}
+    assert known == {"camera.sensor.read_noise_e": "override"}
     key = "camera.light.exposure_us"
     assert original.provenance[key].status == "measured"
     assert found.provenance[key].source == f"copied from camera (measured): {original.provenance[key].source}"
     # a title among the keys that are set is a title too
-    words = ["copy", str(out), "--set", "title=Bench 4", "--out", str(again)]
-    assert RUNNER.invoke(app, words).exit_code == 0
+    run_device("copy", out, "--set", "title=Bench 4", "--out", again)
     assert load_description(again).title == "Bench 4"
 
 
@@ -94,7 +83,5 @@ def test_a_copy_claims_no_measurement_of_the_original(tmp_path: Path) -> None:
 )
 def test_copy_refuses_a_wrong_key_and_writes_nothing(setting: str, words: str, tmp_path: Path) -> None:
     out = tmp_path / "warm.toml"
-    result = RUNNER.invoke(app, ["copy", "camera_low_light", "--set", setting, "--out", str(out)])
-    assert isinstance(result.exception, ConfigError)
-    assert words in str(result.exception)
+    device_refuses(ConfigError, words, "copy", "camera_low_light", "--set", setting, "--out", out)
     assert not out.exists()

@@ -23,6 +23,7 @@ from opusim.p_values import (
     normal_p_value,
 )
 from opusim.training.attacks.mechanism.checks import noise_checks
+from tests.opusim.common import refuses
 from tests.support.forked import in_forked_process
 
 
@@ -54,58 +55,42 @@ def test_positive_accepts(good: object) -> None:
 
 @pytest.mark.parametrize("bad", [0, -1.0, np.nan, np.inf, np.array([1.0, 0.0])])
 def test_positive_refuses_by_name(bad: object) -> None:
-    with pytest.raises(ValueError, match=r"^sigma = .*: must be finite and above 0; lower it$"):
-        checks.positive(sigma=bad, remedy="lower it")
+    refuses(ValueError, r"^sigma = .*: .* above 0; lower it$", checks.positive, sigma=bad, remedy="lower it")
 
 
-def test_types_are_told_apart_from_values_in_one_line() -> None:
-    with pytest.raises(TypeError, match="sigma = 'a': must be a real number, not str"):
-        checks.positive(sigma="a")
-    with pytest.raises(TypeError, match="flag = True: must be a real number, not bool"):
-        checks.finite(flag=True)
-    with pytest.raises(TypeError, match="n = True: must be an integer, not bool"):
-        checks.integer(n=True)
+def test_checks_name_types_limits_choices_and_shapes() -> None:
+    refuses(TypeError, "sigma = 'a': must be a real number, not str", checks.positive, sigma="a")
+    refuses(TypeError, "flag = True: must be a real number, not bool", checks.finite, flag=True)
+    refuses(TypeError, "n = True: must be an integer, not bool", checks.integer, n=True)
     with pytest.raises(ValueError, match="must be finite") as caught:
         checks.finite(x=np.full(1000, np.nan))
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 120
-
-
-def test_limits_belong_to_the_range() -> None:
     checks.in_range(0, 1, p=0, q=1)
     checks.integer(n=np.int64(3), minimum=3, maximum=3)
     checks.non_negative(x=0)
-    with pytest.raises(ValueError, match=r"p = 1.5: must lie in \[0, 1\]"):
-        checks.in_range(0, 1, p=1.5)
-    with pytest.raises(ValueError, match=r"p = nan: must lie in \[0, inf\]"):
-        checks.in_range(0, np.inf, p=np.nan)
-    with pytest.raises(ValueError, match=r"n = 2: must be at least 3"):
-        checks.integer(n=2, minimum=3)
+    refuses(ValueError, r"p = 1.5: must lie in \[0, 1\]", checks.in_range, 0, 1, p=1.5)
+    refuses(ValueError, r"p = nan: must lie in \[0, inf\]", checks.in_range, 0, np.inf, p=np.nan)
+    refuses(ValueError, r"n = 2: must be at least 3", checks.integer, n=2, minimum=3)
+    checks.choice(("a", "b"), mode="a")
+    checks.shape((None, 3), x=np.zeros((7, 3)))
+    refuses(ValueError, "mode = 'c': must be one of 'a', 'b'", checks.choice, ("a", "b"), mode="c")
+    refuses(TypeError, "x = 1: must be Tensor or ndarray", checks.instance, (torch.Tensor, np.ndarray), x=1)
+    for wrong in (np.zeros(3), np.zeros((3, 7)), np.zeros((7, 3, 1))):
+        refuses(ValueError, r"x has shape .*: must be \(any, 3\)", checks.shape, (None, 3), x=wrong)
 
 
-@pytest.mark.parametrize(
-    ("closed", "allowed"), [("both", {0, 1}), ("left", {0}), ("right", {1}), ("neither", set())]
-)
+ENDS = {"both": {0, 1}, "left": {0}, "right": {1}, "neither": set()}
+
+
+@pytest.mark.parametrize(("closed", "allowed"), ENDS.items())
 def test_the_ends_of_the_unit_interval(closed: str, allowed: set[int]) -> None:
     checks.in_unit_interval(closed=closed, p=np.array([1e-300, 0.5, 1 - 1e-15]))
     for value in (0, 1, -0.1, 1.1, np.nan):
         if value in allowed:
             checks.in_unit_interval(closed=closed, p=value)
         else:
-            with pytest.raises(ValueError, match=r"p = .*: must lie in [\[(]0, 1[\])]$"):
-                checks.in_unit_interval(closed=closed, p=value)
-
-
-def test_choice_instance_and_shape() -> None:
-    checks.choice(("a", "b"), mode="a")
-    checks.shape((None, 3), x=np.zeros((7, 3)))
-    with pytest.raises(ValueError, match="mode = 'c': must be one of 'a', 'b'"):
-        checks.choice(("a", "b"), mode="c")
-    with pytest.raises(TypeError, match="x = 1: must be Tensor or ndarray, not int"):
-        checks.instance((torch.Tensor, np.ndarray), x=1)
-    for wrong in (np.zeros(3), np.zeros((3, 7)), np.zeros((7, 3, 1))):
-        with pytest.raises(ValueError, match=r"x has shape .*: must be \(any, 3\)"):
-            checks.shape((None, 3), x=wrong)
+            refuses(ValueError, r"p = .* in [\[(]0, 1[\])]$", checks.in_unit_interval, closed=closed, p=value)
 
 
 def test_a_forked_process_is_not_the_process_that_made_an_object() -> None:
@@ -134,30 +119,20 @@ def test_ternarize_follows_its_rule(values: list[float], threshold: float) -> No
     assert ternarize(torch.tensor(values), threshold).tolist() == naive
 
 
-def test_thresholds_and_infinity_have_their_sign_and_the_rest_is_refused() -> None:
+def test_codes_have_their_sign_and_refuse_by_name() -> None:
     e = torch.tensor([0.27, -0.27, math.inf, -math.inf], dtype=torch.float64)
     code = ternarize(e, 0.27)
     assert code.tolist() == [0, 0, 1, -1]
     assert code.dtype == torch.float32
-    with pytest.raises(ValueError, match="e holds NaN"):
-        ternarize(torch.tensor([math.nan]), 0.1)
-    with pytest.raises(ValueError, match=r"threshold = -0.1: must be finite and at least 0"):
-        ternarize(torch.zeros(1), -0.1)
-    with pytest.raises(ValueError, match="threshold = nan"):
-        ternarize(torch.zeros(1), math.nan)
-    with pytest.raises(TypeError, match=r"e has dtype torch.complex64: must be real"):
-        ternarize(torch.zeros(1, dtype=torch.complex64), 0.1)
-
-
-def test_binarize_follows_its_rule_and_refuses_by_name() -> None:
+    refuses(ValueError, "e holds NaN", ternarize, torch.tensor([math.nan]), 0.1)
+    refuses(ValueError, r"threshold = -0.1: must be finite and at least 0", ternarize, torch.zeros(1), -0.1)
+    refuses(ValueError, "threshold = nan", ternarize, torch.zeros(1), math.nan)
+    refuses(TypeError, "complex64: must be real", ternarize, torch.zeros(1, dtype=torch.complex64), 0.1)
     e = 2 * torch.rand(6, 30, generator=torch.Generator().manual_seed(5)) - 1
     assert torch.equal(binarize(e, 0.1), (e > 0.1).float())
-    with pytest.raises(ValueError, match="no binary code"):
-        binarize(torch.tensor([math.nan]), 0.0)
-    with pytest.raises(TypeError, match="must be real"):
-        binarize(torch.tensor([1j]), 0.0)
-    with pytest.raises(ValueError, match="threshold"):
-        binarize(e, math.nan)
+    refuses(ValueError, "no binary code", binarize, torch.tensor([math.nan]), 0.0)
+    refuses(TypeError, "must be real", binarize, torch.tensor([1j]), 0.0)
+    refuses(ValueError, "threshold", binarize, e, math.nan)
 
 
 UNIT = st.floats(-1, 1, width=32)
@@ -192,14 +167,11 @@ def test_bit_planes_take_any_shape_and_refuse_by_name() -> None:
     assert torch.equal(digits.flatten(1), flat)
     assert bit_planes(torch.zeros(0, 3), 2)[0].shape == (2, 0, 3)
     assert not decoded(torch.zeros(7), 4).any()
-    with pytest.raises(ValueError, match="e holds NaN"):
-        bit_planes(torch.tensor([0.5, math.nan]), 3)
+    refuses(ValueError, "e holds NaN", bit_planes, torch.tensor([0.5, math.nan]), 3)
     for planes in (0, 25):
-        with pytest.raises(ValueError, match=f"planes = {planes}"):
-            bit_planes(e, planes)
+        refuses(ValueError, f"planes = {planes}", bit_planes, e, planes)
     for wrong in (torch.zeros(1, dtype=torch.complex64), torch.tensor([True])):
-        with pytest.raises(TypeError, match="must be real"):
-            bit_planes(wrong, 3)
+        refuses(TypeError, "must be real", bit_planes, wrong, 3)
 
 
 def test_frames_are_binary_and_nan_and_wrapped_bytes_are_named() -> None:
@@ -207,20 +179,16 @@ def test_frames_are_binary_and_nan_and_wrapped_bytes_are_named() -> None:
     positive, negative = split_frames(x)
     assert torch.equal(positive.to(torch.int8) - negative.to(torch.int8), x)
     assert not torch.any(positive & negative)
-    with pytest.raises(ValueError, match="x holds -2: a device shows -1, 0 or 1"):
-        split_frames(x * 2)
-    with pytest.raises(ValueError, match="x holds NaN"):
-        check_ternary(torch.tensor([math.nan]))
-    with pytest.raises(ValueError, match=r"x holds 255.*unsigned integers wrap -1"):
-        check_ternary(torch.tensor([255], dtype=torch.uint8))
+    refuses(ValueError, "x holds -2: a device shows -1, 0 or 1", split_frames, x * 2)
+    refuses(ValueError, "x holds NaN", check_ternary, torch.tensor([math.nan]))
+    refuses(ValueError, "x holds 255.*wrap -1", check_ternary, torch.tensor([255], dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("bad", [0.5, -2.0, math.inf, -math.inf, 1e-40, 1 + 2**-20])
 def test_other_values_are_refused_wherever_they_stand(bad: float) -> None:
     x = torch.zeros(7, 9)
     x[6, 8] = bad
-    with pytest.raises(ValueError, match="encode real values first"):
-        check_ternary(x)
+    refuses(ValueError, "encode real values first", check_ternary, x)
 
 
 def test_cosines_variances_and_normal_deviates_have_their_exact_law() -> None:

@@ -14,9 +14,7 @@ LINE = re.compile(r"^audit: ([\d,]+) of ([\d,]+) trials, about ([\d.]+) (s|min|h
 SET_UP = re.compile(r"^audit: ([\d,]+) of [\d,]+ trials; the time left is not known yet$")
 
 
-class Clock:
-    """Seconds that pass only when they are told to."""
-
+class Clock:  # seconds that pass only when they are told to
     def __init__(self) -> None:
         self.now = 0.0
 

@@ -25,41 +25,23 @@ from opusim.temperature import (
     TemperatureTable,
     thermal_charge_e2_per_k,
 )
+from tests.opusim.common import refuses
 
 WINDOW = {"n_inputs": 10, "n_outputs": 500}
 X = torch.randint(-1, 2, (6, 10), generator=torch.Generator().manual_seed(3)).float()
-DOUBLING = DoublingDarkCurrent(
-    dark_current_ref_e_per_s=30.0,
-    temperature_ref_c=25.0,
-    doubling_k=6.5,
-    temperature_min_c=-30.0,
-    temperature_max_c=60.0,
-)
+RANGE = {"temperature_ref_c": 25.0, "temperature_min_c": -30.0}
+DOUBLING = DoublingDarkCurrent(dark_current_ref_e_per_s=30.0, doubling_k=6.5, temperature_max_c=60.0, **RANGE)
 ARRHENIUS = ArrheniusDarkCurrent(
-    dark_current_ref_e_per_s=30.0,
-    temperature_ref_c=25.0,
-    activation_ev=0.63,
-    temperature_min_c=-30.0,
-    temperature_max_c=60.0,
+    dark_current_ref_e_per_s=30, activation_ev=0.63, temperature_max_c=60, **RANGE
 )
 BOLTZMANN, CHARGE = 1.380649e-23, 1.602176634e-19  # SI of 2019, written out again
 TABLE = TableDarkCurrent(temperatures_c=(-20.0, 10.0, 50.0), dark_currents_e_per_s=(0.27, 2.7, 81.0))
 
-GAUSSIAN = TemperatureLaw(
-    floor_variance=0.03**2,
-    variance_per_e=2.7e-4,
-    exposure_us=1e5,
-    dark=DoublingDarkCurrent(
-        dark_current_ref_e_per_s=125.0,
-        temperature_ref_c=25.0,
-        doubling_k=7.3,
-        temperature_min_c=-30.0,
-        temperature_max_c=70.0,
-    ),
-)
+DARK = replace(DOUBLING, dark_current_ref_e_per_s=125.0, doubling_k=7.3, temperature_max_c=70.0)
+GAUSSIAN = TemperatureLaw(floor_variance=0.03**2, variance_per_e=2.7e-4, exposure_us=1e5, dark=DARK)
 
 
-def test_the_law_at_and_above_its_reference_and_without_dark_current() -> None:
+def test_the_laws_are_what_they_say_at_and_above_their_reference() -> None:
     reference = 2.7e-4 * 0.1 * 125.0
     assert GAUSSIAN.std(25.0) == pytest.approx(math.sqrt(0.03**2 + reference), rel=1e-14)
     assert GAUSSIAN.std(25.0 + 7.3) == pytest.approx(math.sqrt(0.03**2 + 2 * reference), rel=1e-14)
@@ -67,8 +49,19 @@ def test_the_law_at_and_above_its_reference_and_without_dark_current() -> None:
     cold = replace(GAUSSIAN, dark=replace(GAUSSIAN.dark, dark_current_ref_e_per_s=0.0))
     assert cold.std(-30) == cold.std(70) == 0.03
     assert replace(cold, floor_variance=0.0).dark_share(20.0) == 0.0
-    with pytest.raises(ValueError, match="cannot be reached by temperature"):
-        cold.temperature_c(0.03)
+    refuses(ValueError, "cannot be reached by temperature", cold.temperature_c, 0.03)
+    assert DOUBLING.current_e_per_s(25.0 + 6.5) == pytest.approx(60.0)
+    assert TABLE.current_e_per_s(-5.0) == pytest.approx(0.27 * 10**0.5)
+    with pytest.raises(ValueError, match="strictly increasing"):
+        TableDarkCurrent(temperatures_c=(0.0, 0.0), dark_currents_e_per_s=(1.0, 2.0))
+    with pytest.raises(ValueError, match="one for each of the 2 temperatures_c"):
+        TableDarkCurrent(temperatures_c=(0.0, 1.0), dark_currents_e_per_s=(1.0, 2.0, 3.0))
+    for t in (-30.0, 25.0, 60.0):
+        exponent = 0.63 * CHARGE / BOLTZMANN * (1 / (t + 273.15) - 1 / 298.15)
+        assert ARRHENIUS.current_e_per_s(t) == pytest.approx(30.0 * math.exp(-exponent), rel=1e-12)
+    assert ARRHENIUS.credited() is ARRHENIUS
+    refuses(ValueError, "temperature_min_c = -273.15: .* zero", replace, ARRHENIUS, temperature_min_c=-273.15)
+    refuses(ValueError, "doublings = .*smaller activation_ev", replace, ARRHENIUS, activation_ev=30.0)
 
 
 @pytest.mark.parametrize("temperature_c", [-30.0, 25.0, 70.0])
@@ -95,48 +88,25 @@ def test_readings_have_the_noise_of_their_temperature(kind: str, seed: int) -> N
         assert abs(1.1 * ratio.mean() - 1) > 5 * ratio.std() / ratio.size**0.5  # planted: 10 % more variance
 
 
-@pytest.mark.parametrize("std", [0.01, 0.03, 0.5])
-def test_an_unreachable_noise_is_named_with_what_else_helps(std: float) -> None:
-    with pytest.raises(ValueError, match="cannot be reached by temperature, -30 to 70 .* change"):
-        GAUSSIAN.temperature_c(std)
-
-
-def test_bad_numbers_are_named() -> None:
-    with pytest.raises(ValueError, match="doubling_k = 0"):
-        replace(GAUSSIAN.dark, doubling_k=0.0)
-    with pytest.raises(ValueError, match=r"temperature_max_c = -40.0: must lie in \[-30, inf\]"):
-        replace(GAUSSIAN.dark, temperature_max_c=-40.0)
-    with pytest.raises(ValueError, match=r"temperature_c = 71: must lie in \[-30, 70\]"):
-        GAUSSIAN.std(71)
+def test_thermal_noise_is_johnsons_and_bad_numbers_are_named() -> None:
+    refuses(ValueError, "doubling_k = 0", replace, GAUSSIAN.dark, doubling_k=0.0)
+    refuses(ValueError, "temperature_max_c = -40.0: must", replace, GAUSSIAN.dark, temperature_max_c=-40.0)
+    refuses(ValueError, r"temperature_c = 71: must lie in \[-30, 70\]", GAUSSIAN.std, 71)
     with pytest.raises(ConfigError, match=r"noise.temperature_law: doublings = .*larger doubling_k"):
         load_description("gaussian_temperature", {"noise": {"temperature_law": {"doubling_k": 0.5}}})
+    # The charge of a voltage noise sqrt(4 k T R / (2 t)) across R in a time t, in electrons
+    ohm, us, kelvin = 2e6, 50.0, 310.0
+    volts = math.sqrt(4 * BOLTZMANN * kelvin * ohm / (2 * us * 1e-6))
+    electrons = volts / ohm * us * 1e-6 / CHARGE
+    assert thermal_charge_e2_per_k(ohm, us) * kelvin == pytest.approx(electrons**2, rel=1e-12)
 
 
 @pytest.mark.parametrize("law", [DOUBLING, ARRHENIUS, TABLE])
 def test_each_law_inverts_itself(law: DoublingDarkCurrent | ArrheniusDarkCurrent | TableDarkCurrent) -> None:
     for t in np.linspace(law.temperature_min_c, law.temperature_max_c, 7):
         assert law.temperature_c(law.current_e_per_s(t)) == pytest.approx(t, abs=1e-9)
-    with pytest.raises(ValueError, match="cannot be reached by temperature, .* change the exposure"):
-        law.temperature_c(1e9)
-    with pytest.raises(ValueError, match="temperature_c = 99"):
-        law.current_e_per_s(99.0)
-
-
-def test_the_laws_are_what_they_say() -> None:
-    assert DOUBLING.current_e_per_s(25.0 + 6.5) == pytest.approx(60.0)
-    assert TABLE.current_e_per_s(-5.0) == pytest.approx(0.27 * 10**0.5)
-    with pytest.raises(ValueError, match="strictly increasing"):
-        TableDarkCurrent(temperatures_c=(0.0, 0.0), dark_currents_e_per_s=(1.0, 2.0))
-    with pytest.raises(ValueError, match="one for each of the 2 temperatures_c"):
-        TableDarkCurrent(temperatures_c=(0.0, 1.0), dark_currents_e_per_s=(1.0, 2.0, 3.0))
-    for t in (-30.0, 25.0, 60.0):
-        exponent = 0.63 * CHARGE / BOLTZMANN * (1 / (t + 273.15) - 1 / 298.15)
-        assert ARRHENIUS.current_e_per_s(t) == pytest.approx(30.0 * math.exp(-exponent), rel=1e-12)
-    assert ARRHENIUS.credited() is ARRHENIUS
-    with pytest.raises(ValueError, match="temperature_min_c = -273.15: must be above -273.15, absolute zero"):
-        replace(ARRHENIUS, temperature_min_c=-273.15)
-    with pytest.raises(ValueError, match="doublings = .*smaller activation_ev"):
-        replace(ARRHENIUS, activation_ev=30.0)
+    refuses(ValueError, "cannot be reached by temperature, .* change the exposure", law.temperature_c, 1e9)
+    refuses(ValueError, "temperature_c = 99", law.current_e_per_s, 99.0)
 
 
 def test_a_table_replaces_the_doubling_law_and_what_temperature_cannot_set_is_refused() -> None:
@@ -144,19 +114,13 @@ def test_a_table_replaces_the_doubling_law_and_what_temperature_cannot_set_is_re
     with open_device("camera_low_light", camera={"dark": {"table": table}}, **WINDOW) as device:
         assert device.exposure.dark_current_e == pytest.approx(0.2 * 27.0)
         assert device.description.provenance["camera.dark.table.temperatures_c"].status == "override"
-    with (
-        open_device("camera", camera={"dark": None}, **WINDOW) as device,
-        pytest.raises(ConfigError, match="camera.dark: is off"),
-    ):
-        device.temperature_law(X)
-    with (
-        open_device("camera", camera={"sensor": {"shot_noise": False}}, **WINDOW) as device,
-        pytest.raises(ConfigError, match="dark current makes no noise"),
-    ):
-        device.temperature_law(X)
+    with open_device("camera", camera={"dark": None}, **WINDOW) as device:
+        refuses(ConfigError, "camera.dark: is off", device.temperature_law, X)
+    with open_device("camera", camera={"sensor": {"shot_noise": False}}, **WINDOW) as device:
+        refuses(ConfigError, "dark current makes no noise", device.temperature_law, X)
 
 
-def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
+def test_noise_at_another_temperature_is_that_of_a_device_at_it_and_gives_it_back() -> None:
     with open_device("camera_low_light", camera={"anchor": {"frames": 0}}, **WINDOW) as device:
         law = device.temperature_law(X)
     for t in (-30.0, 25.0, 60.0):
@@ -164,14 +128,16 @@ def test_noise_at_another_temperature_is_that_of_a_device_at_it() -> None:
         with open_device("camera_low_light", camera=settings, **WINDOW) as warm:
             assert law.std(t) ** 2 == pytest.approx(float(warm.reading_variance(X).mean()), rel=1e-9)
     assert law.std(60.0) > 1.5 * law.std(-30.0)  # temperature visibly matters on this preset
-
-
-def test_thermal_noise_is_johnsons() -> None:
-    """The charge of a voltage noise sqrt(4 k T R / (2 t)) across R in a time t, in electrons."""
-    ohm, us, kelvin = 2e6, 50.0, 310.0
-    volts = math.sqrt(4 * BOLTZMANN * kelvin * ohm / (2 * us * 1e-6))
-    electrons = volts / ohm * us * 1e-6 / CHARGE
-    assert thermal_charge_e2_per_k(ohm, us) * kelvin == pytest.approx(electrons**2, rel=1e-12)
+    with open_device("camera_low_light", **WINDOW) as device:
+        camera = device.temperature_law(X)
+    thermal = load_description("gaussian_temperature").noise.temperature_law.law()
+    for law in (GAUSSIAN, thermal, camera):
+        for t in (-30.0, 0.0, 41.5, 60.0):
+            assert law.temperature_c(law.std(t)) == pytest.approx(t, abs=1e-6)
+            assert 0 < law.dark_share(t) + law.thermal_share(t) < 1
+        for std in (1e-3, 100.0):
+            refuses(ValueError, "cannot be reached by temperature, .* change", law.temperature_c, std)
+    assert GAUSSIAN.thermal_share(25.0) == 0.0
 
 
 @given(temperature_c=st.floats(-30, 60))
@@ -203,19 +169,6 @@ def test_the_excess_of_the_doubling_rule_is_not_credited() -> None:
     current = law.dark_current_ref_e_per_s * 2 ** (45 / 8.0 * 298.15 / 343.15)
     wanted = law.sigma_0**2 + law.variance_per_e * 400e-6 * current
     assert noise.value() == pytest.approx(math.sqrt(wanted), rel=1e-10)
-
-
-def test_the_noise_of_a_temperature_gives_it_back() -> None:
-    with open_device("camera_low_light", **WINDOW) as device:
-        camera = device.temperature_law(X)
-    thermal = load_description("gaussian_temperature").noise.temperature_law.law()
-    for law in (GAUSSIAN, thermal, camera):
-        for t in (-30.0, 0.0, 41.5, 60.0):
-            assert law.temperature_c(law.std(t)) == pytest.approx(t, abs=1e-6)
-            assert 0 < law.dark_share(t) + law.thermal_share(t) < 1
-        with pytest.raises(ValueError, match="cannot be reached by temperature"):
-            law.temperature_c(100.0)
-    assert GAUSSIAN.thermal_share(25.0) == 0.0
 
 
 def test_one_key_sets_the_temperature_of_every_description() -> None:
@@ -250,8 +203,7 @@ def test_one_key_sets_the_temperature_of_every_description() -> None:
     ],
 )
 def test_a_temperature_that_nothing_takes_is_refused(name: str, changes: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_description(name, {"temperature_c": 50.0, **changes})
+    refuses(ConfigError, message, load_description, name, {"temperature_c": 50.0, **changes})
 
 
 @pytest.mark.parametrize("name", ["pcm", "hermes", "reram"])
@@ -317,5 +269,4 @@ def test_a_crossbar_tells_how_temperature_sets_its_readings() -> None:
     assert law.size(60.0) == pytest.approx(at_60[1], rel=1e-3)
     assert law.temperature_c(law.std(60.0)) == pytest.approx(60.0, abs=1e-6)
     flat = TemperatureTable(temperatures=(0.0, 1.0), stds=(1.0, 1.0), sizes=(1.0, 1.0))
-    with pytest.raises(ValueError, match="cannot be reached by temperature"):
-        flat.temperature_c(1.0)
+    refuses(ValueError, "cannot be reached by temperature", flat.temperature_c, 1.0)

@@ -11,13 +11,9 @@ from opusim import checks
 def label_readout_mu(codes: Sequence[np.ndarray], sigmas: Sequence[float]) -> float:
     """max_ab sqrt(sum_l ||B^l_a - B^l_b||^2 / sigma_l^2) over all distinct readings.
 
-    Args:
-        codes: Per reading, B^l with one column a label, shape (n_l, labels); a one-hot target that is noised by
-            itself is the identity.
-        sigmas: Per reading, the standard deviation of its noise, above 0.
-
-    Raises:
-        ValueError: Lengths differ, or the readings disagree about the number of labels.
+    Each reading has B^l with one column a label, shape (n_l, labels); a one-hot target that is noised by itself is the
+    identity. Its noise has the standard deviation sigma_l, above 0. Lengths must agree, and the readings about the
+    number of labels.
     """
     if not len(codes) == len(sigmas) >= 1:
         raise ValueError(f"codes, sigmas have lengths {len(codes)}, {len(sigmas)}: must be equal, at least 1")
@@ -36,11 +32,8 @@ def posterior_targets(logits: np.ndarray, log_likelihood: np.ndarray) -> np.ndar
     """softmax(log p_model + log-likelihood of the reading), row by row: soft labels, shape (m, labels).
 
     The model's own belief serves as prior, so it sharpens what the noisy reading says; post-processing of a
-    guarantee that covers every update. Gains need some epochs of warm-up.
-
-    Args:
-        logits: The model's outputs, log-probabilities up to a constant of each row, shape (m, labels).
-        log_likelihood: From `reading_log_likelihood` or `response_log_likelihood`.
+    guarantee that covers every update. Gains need some epochs of warm-up. The likelihood comes from
+    `reading_log_likelihood` or `response_log_likelihood`.
     """
     checks.finite(logits=logits, log_likelihood=log_likelihood)
     checks.shape(np.shape(logits), log_likelihood=log_likelihood)

@@ -51,9 +51,7 @@ def normals(length: int, *, reading: int, step: int, key: int) -> list[float]:
     return out[:length]
 
 
-def medium_entry(
-    table: list[float], output: int, column: int, seed: int, plane: int = 0, epoch: int = 0
-) -> float:
+def medium_entry(table: list, output: int, column: int, seed: int, plane: int = 0, epoch: int = 0) -> float:
     """Entry (output, input) of a medium by its rule."""
     words = philox4x32((output // 8, column, plane, epoch), seed)
     half = output % 8

@@ -36,13 +36,7 @@ def column_divergence(
     """D_alpha(N(shift, diag(variance_p)) || N(0, diag(variance_q))), exact; infinity where not definite.
 
     alpha/2 sum_j shift_j^2 / (alpha q_j + (1 - alpha) p_j)
-    - 1/(2 (alpha - 1)) sum_j log[(alpha q_j + (1 - alpha) p_j) / (p_j^(1 - alpha) q_j^alpha)] (eq. 7).
-
-    Args:
-        order: alpha > 1.
-        shift: Difference of the means, shape (n,).
-        variance_p: Above 0, shape (n,).
-        variance_q: Above 0, shape (n,).
+    - 1/(2 (alpha - 1)) sum_j log[(alpha q_j + (1 - alpha) p_j) / (p_j^(1 - alpha) q_j^alpha)] (eq. 7), alpha > 1.
     """
     checks.positive(variance_p=variance_p, variance_q=variance_q)
     mixed = order * variance_q + (1 - order) * variance_p

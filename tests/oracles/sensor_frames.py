@@ -13,41 +13,23 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Sensor:
-    """A sensor's numbers: electrons, seconds and DN.
+    """A sensor's numbers: electrons, seconds and DN."""
 
-    Attributes:
-        bits: of the converter.
-        gain: DN per electron.
-        black: DN.
-        read: read noise, root mean square over pixels, electrons, without telegraph noise.
-        read_spread: standard deviation of the logarithm of a pixel's read noise.
-        dark: electrons per second.
-        dark_spread: standard deviation over pixels, relative.
-        well: electrons.
-        prnu: relative.
-        dsnu: electrons.
-        efficiency: electrons per photon.
-        telegraph_share: of pixels whose offset jumps between two values.
-        telegraph: electrons between the two values.
-        lamp: relative standard deviation of the lamp from frame to frame.
-        shading: relative fall of the light from the centre to an edge.
-    """
-
-    bits: int = 12
-    gain: float = 1.0
-    black: float = 100.0
-    read: float = 2.0
-    read_spread: float = 0.2
-    dark: float = 30.0
-    dark_spread: float = 0.2
-    well: float = 3500.0
-    prnu: float = 0.01
-    dsnu: float = 1.5
-    efficiency: float = 0.6
-    telegraph_share: float = 0.0
-    telegraph: float = 0.0
-    lamp: float = 0.0
-    shading: float = 0.0
+    bits: int = 12  # of the converter
+    gain: float = 1.0  # DN per electron
+    black: float = 100.0  # DN
+    read: float = 2.0  # root mean square over pixels, electrons, without telegraph noise
+    read_spread: float = 0.2  # standard deviation of the logarithm of a pixel's read noise
+    dark: float = 30.0  # electrons per second
+    dark_spread: float = 0.2  # standard deviation over pixels, relative
+    well: float = 3500.0  # electrons
+    prnu: float = 0.01  # relative
+    dsnu: float = 1.5  # electrons
+    efficiency: float = 0.6  # electrons per photon
+    telegraph_share: float = 0.0  # of pixels whose offset jumps between two values
+    telegraph: float = 0.0  # electrons between the two values
+    lamp: float = 0.0  # relative standard deviation from frame to frame
+    shading: float = 0.0  # relative fall of the light from the centre to an edge
 
     def truth(self) -> dict[str, float]:
         """What an evaluation should find, under opusim's keys."""
@@ -72,28 +54,14 @@ class Sensor:
 SENSORS = {
     "scientific CMOS, 12 bits": Sensor(),
     "industrial CMOS, 8 bits": Sensor(
-        bits=8,
-        gain=0.019,
-        black=8.0,
-        read=45.0,
-        dark=125.0,
-        dark_spread=0.3,
-        well=12_000,
-        prnu=0.012,
+        bits=8, gain=0.019, black=8.0, read=45.0, dark=125.0, dark_spread=0.3, well=12_000, prnu=0.012,
         dsnu=40.0,
     ),
     "noise below a code, 8 bits": Sensor(
         bits=8, gain=0.03, black=6.3, read=10.0, dark=50.0, well=7500, prnu=0.01, dsnu=10.0, read_spread=0.1
     ),
     "CCD, 16 bits": Sensor(
-        bits=16,
-        gain=0.7,
-        black=1000.0,
-        read=8.0,
-        read_spread=0.0,
-        dark=2.0,
-        dark_spread=0.1,
-        well=60_000,
+        bits=16, gain=0.7, black=1000.0, read=8.0, read_spread=0.0, dark=2.0, dark_spread=0.1, well=60_000,
         dsnu=3.0,
     ),
     "deep well, 14 bits": Sensor(
@@ -105,13 +73,7 @@ SENSORS = {
         gain=0.4, black=200.0, read=5.0, dark=2500.0, dark_spread=0.3, well=9000, dsnu=4.0
     ),
     "telegraph pixels, 14 bits": Sensor(
-        bits=14,
-        gain=2.0,
-        black=300.0,
-        read=1.5,
-        telegraph_share=0.05,
-        telegraph=6.0,
-        well=7000,
+        bits=14, gain=2.0, black=300.0, read=1.5, telegraph_share=0.05, telegraph=6.0, well=7000,
         read_spread=0.4,
     ),
     "uneven, 12 bits": Sensor(
@@ -121,18 +83,12 @@ SENSORS = {
     "shaded, 10 bits": Sensor(
         bits=10, gain=0.1, black=30.0, read=12.0, shading=0.1, well=9500, dsnu=8.0, dark=800.0
     ),
-}
+}  # fmt: skip
 """Twelve sensors of different bits, gains, noises and faults."""
 
 
 class Pixels:
-    """One specimen of a sensor.
-
-    Args:
-        sensor: its numbers.
-        rng: draws the specimen and its frames.
-        shape: rows and columns.
-    """
+    """One specimen of a sensor; `rng` draws it and its frames."""
 
     def __init__(self, sensor: Sensor, rng: np.random.Generator, shape: tuple[int, int] = (40, 50)) -> None:
         self.sensor, self.rng, self.shape = sensor, rng, shape

@@ -13,10 +13,8 @@ CONFIG_FILE = str(DOUBLE / "opu.json")
 def connect(monkeypatch: pytest.MonkeyPatch, folder: Path, *, speed: float | None = None) -> dict[str, Any]:
     """Put the double in the place of the driver, and return the section ``[lighton]`` that finds it.
 
-    Args:
-        monkeypatch: takes it away after the test.
-        folder: where the appliance keeps the process that has it.
-        speed: how many times faster than in real time frames pass; None for no time at all.
+    The appliance keeps in the folder the process that has it. Frames pass `speed` times faster than in real time, or
+    in no time at all.
     """
     pytest.importorskip("lightonml")
     monkeypatch.syspath_prepend(str(DOUBLE))

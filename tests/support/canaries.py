@@ -22,12 +22,7 @@ from opusim.training.networks.functions import LOSSES
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """An attack's scores in two worlds.
-
-    Attributes:
-        first: Scores of trials of the first world, shape (n,).
-        second: Those of the second, shape (m,).
-    """
+    """An attack's scores of trials in two worlds."""
 
     first: np.ndarray
     second: np.ndarray
@@ -40,29 +35,18 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Canaries:
-    """Planted records and their coins.
-
-    Attributes:
-        x: Features, shape (m, d).
-        y: Labels, shape (m,).
-        inside: Whether each is trained on, shape (m,), bool.
-    """
+    """Planted records and their coins."""
 
     x: Tensor
     y: Tensor
-    inside: Tensor
+    inside: Tensor  # whether each is trained on, bool
 
     def joined(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Training records with the canaries whose coins say so."""
         return torch.cat([x, self.x[self.inside]]), torch.cat([y, self.y[self.inside]])
 
     def scores(self, before: Tensor, after: Tensor) -> Scores:
-        """How much each canary's loss fell, by coin.
-
-        Args:
-            before: Losses before training, shape (m,).
-            after: Losses after it, shape (m,).
-        """
+        """How much each canary's loss fell from before to after training, by coin."""
         fell = (before - after).double().numpy()
         inside = self.inside.numpy()
         return Scores(first=fell[inside], second=fell[~inside])
@@ -71,12 +55,8 @@ class Canaries:
 def own_features(n_features: int, count: int, *, size: float, n_classes: int, seed: int) -> Canaries:
     """Canaries with a feature of their own each, which no other record has: a word that stands in one text only.
 
-    Args:
-        n_features: Features of the other records; canaries have n_features + count, all 0 but their own.
-        count: How many, at least 1.
-        size: Of the own feature, above 0.
-        n_classes: Labels are drawn uniformly.
-        seed: Of coins and labels, in [0, 2^64).
+    Other records have n_features, canaries n_features + count, all 0 but their own, which is `size`. Labels are
+    uniform.
     """
     checks.integer(n_features=n_features, count=count, minimum=1)
     checks.positive(size=size)

@@ -10,21 +10,9 @@ from opusim.devices.certificate import Certificate, digest_of
 def certificate_of(
     description: DeviceDescription, noise: Any, *, n_inputs: int, n_outputs: int, **changes: Any
 ) -> Certificate:
-    """A certificate of the device of a description, of today, with beta 1e-3 unless said otherwise.
-
-    Args:
-        description: What the device is described by.
-        noise: The law that is certified.
-        n_inputs: Inputs of the calibrated window.
-        n_outputs: Outputs of the calibrated window.
-        changes: Other fields.
-    """
+    """A certificate of a law for the calibrated window of a device, of today, with beta 1e-3 unless said otherwise."""
     fields: dict[str, Any] = {
-        "device": description.name,
-        "description_digest": digest_of(description),
-        "date": datetime.date.today().isoformat(),
-        "frames": 1000,
-        "confidence": 0.95,
-        "beta": 1e-3,
-    }
+        "device": description.name, "description_digest": digest_of(description),
+        "date": datetime.date.today().isoformat(), "frames": 1000, "confidence": 0.95, "beta": 1e-3,
+    }  # fmt: skip
     return Certificate(**fields | changes, noise=noise, n_inputs=n_inputs, n_outputs=n_outputs)

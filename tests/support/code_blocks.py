@@ -20,19 +20,12 @@ _QUICK_AUDIT = {"--trials": "40", "--canaries": "60", "--steps": "20"}
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A code block of a page.
+    """A code block of a page."""
 
-    Attributes:
-        page: Name of the page, without its ending.
-        language: As the page marks it.
-        text: The code.
-        reason: Why it is not run, or None.
-    """
-
-    page: str
-    language: str
+    page: str  # its name, without its ending
+    language: str  # as the page marks it
     text: str
-    reason: str | None
+    reason: str | None  # why it is not run, or None
 
     @property
     def is_doctest(self) -> bool:
@@ -77,18 +70,10 @@ def shortened(command: str) -> str:
 
 
 def run_page(page: Path, folder: Path, program: str, *, quick: bool = True) -> Iterator[tuple[str, str]]:
-    """Run the commands of a page in order, and yield each with its output.
+    """Run the commands of a page in order in an empty folder, `program` for `opusim`, and yield each with its output.
 
-    Files that the page shows are written first; blocks with a reason are left out.
-
-    Args:
-        page: The page.
-        folder: Where to run, empty.
-        program: What to run for the word `opusim`.
-        quick: Whether to shorten trainings to an epoch and audits to few trials.
-
-    Raises:
-        AssertionError: A command failed.
+    Files that the page shows are written first; blocks with a reason are left out. `quick` shortens trainings to an
+    epoch and audits to few trials. A command that fails raises an AssertionError.
     """
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80", "NO_COLOR": "1"}
     blocks = [block for block in code_blocks(page) if block.reason is None and not block.is_doctest]

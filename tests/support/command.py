@@ -22,13 +22,7 @@ WIDTH = "140"
 
 @dataclass(frozen=True)
 class Finished:
-    """What a command left behind.
-
-    Attributes:
-        returncode: The exit code.
-        stdout: Everything that it printed on standard output.
-        stderr: Everything that it printed on standard error.
-    """
+    """What a command left behind: its exit code, and everything that it printed."""
 
     returncode: int
     stdout: str
@@ -38,13 +32,9 @@ class Finished:
 def opusim(*arguments: object, cwd: Path, **environment: str) -> Finished:
     """Run `opusim ARGUMENTS` in this process, which saves the seconds that a new one spends on imports.
 
-    The working folder, the environment, the arguments and torch's number of threads are restored afterwards. An
-    exception that leaves the command ends it like a process: traceback on standard error, exit code 1.
-
-    Args:
-        arguments: The command line behind `opusim`.
-        cwd: The working folder.
-        environment: Variables that are added to the environment.
+    The working folder, the environment, to which variables are added, the arguments and torch's number of threads are
+    restored afterwards. An exception that leaves the command ends it like a process: traceback on standard error, exit
+    code 1.
     """
     printed, complained = io.StringIO(), io.StringIO()
     threads = torch.get_num_threads()

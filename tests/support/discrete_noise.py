@@ -15,16 +15,11 @@ class DiscreteNoise(NoiseModel):
 
     The masses at one offset are no guarantee by themselves for a quantised read-out: a consumer takes the
     supremum over offsets.
-
-    Attributes:
-        values: the values in units of the reading, strictly increasing, shape (n,).
-        log_masses: natural logarithms of their probabilities, finite (leave out values of mass 0), shape
-            (n,); the masses sum to 1 within 1e-9.
     """
 
     law: ClassVar[str] = "discrete"
-    values: np.ndarray
-    log_masses: np.ndarray
+    values: np.ndarray  # in units of the reading, strictly increasing
+    log_masses: np.ndarray  # finite; the masses sum to 1 within 1e-9
 
     def __post_init__(self) -> None:
         checks.finite(values=self.values, log_masses=self.log_masses, remedy="leave out values of mass 0")

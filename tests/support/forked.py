@@ -9,9 +9,7 @@ from collections.abc import Callable
 def in_forked_process(work: Callable[[], object], *, seconds: int = 20) -> str:
     """Return what work gave in a forked process, as text, or the type and the text of its error.
 
-    Args:
-        work: Called in the forked process, of which nothing else runs.
-        seconds: After these the process is ended, and the text is empty.
+    Nothing else of this process runs there. After some seconds it is ended, and the text is empty.
     """
     reader, writer = os.pipe()
     with warnings.catch_warnings():

@@ -48,12 +48,9 @@ def examples(number: int) -> Any:
 def read_or_refused(
     read: Callable[[], Any], refusal: type[Exception] | tuple[type[Exception], ...], *, names: str = ""
 ) -> Any:
-    """Return what a reader returns, or None if it refuses the file as it should.
+    """Return what a reader returns, or None if it refuses the file with the error that it documents, in one line.
 
-    Args:
-        read: Reads the file.
-        refusal: The error that the reader documents. Any other one fails the test.
-        names: What the error's one line has to name, such as the file.
+    The line has to name `names`, such as the file. Any other error fails the test.
     """
     try:
         with within(SECONDS):

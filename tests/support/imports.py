@@ -14,27 +14,16 @@ PACKAGES = ("hw_configs", "opusim", "accounting", "training")
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name of a file.
+    """One imported name of a file."""
 
-    Attributes:
-        target: The dotted name: `a.b.c` for `from a.b import c`.
-        where: "top", "function" (inside a function), or "typing" (under `if TYPE_CHECKING`).
-        line: Line of the statement.
-    """
-
-    target: str
-    where: str
+    target: str  # the dotted name: `a.b.c` for `from a.b import c`
+    where: str  # "top", "function" (inside a function), or "typing" (under `if TYPE_CHECKING`)
     line: int
 
 
 @cache
 def imports_of(source: str, *, package: str = "") -> list[Import]:
-    """List every imported name of a source text.
-
-    Args:
-        source: Python source.
-        package: The package that contains the file; relative imports start there.
-    """
+    """List every imported name of a source text; relative imports start at the package that contains the file."""
     return list(_walk(parsed(source), "top", package))
 
 

@@ -21,13 +21,9 @@ from opusim.training.zeroth_order.step_log import replay
 from tests.support.killing import Killer, Moment, read_moments, skip_syncs, status_of
 
 CONFIG: dict[str, Any] = {
-    "epochs": 2,
-    "threads": 1,
-    "seed": 3,
-    "sampler": {"batch_size": 10},
-    "checkpoint": {"every_steps": 2, "keep": 1},
-    "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
-}
+    "epochs": 2, "threads": 1, "seed": 3, "sampler": {"batch_size": 10},
+    "checkpoint": {"every_steps": 2, "keep": 1}, "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "pdfa": {  # with components and labels kept in the folder

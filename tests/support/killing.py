@@ -21,16 +21,8 @@ Moment = tuple[int, str]
 class Killer:
     """Counts the calls that touch the disk in this process, and kills it at one of them or records all states."""
 
-    def __init__(
-        self, folder: Path, moment: Moment | None = None, *, memory: Callable[[], object] = str
-    ) -> None:
-        """Watch this process.
-
-        Args:
-            folder: The folder whose states are recorded.
-            moment: When to kill; None records.
-            memory: What else belongs to a state, besides the files.
-        """
+    def __init__(self, folder: Path, moment: Moment | None = None, *, memory: Callable = str) -> None:
+        """Watch this process: record the states of `folder`, and of `memory` besides the files, or kill at a moment."""
         self.count = 0
         self.states: list[tuple[str, str, str]] = []
         self._folder, self._moment, self._memory = folder, moment, memory

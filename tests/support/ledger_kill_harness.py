@@ -141,15 +141,7 @@ def enumerated(
     only: tuple[str, ...] = (),
     work: Callable[[Path, str], None] = train,
 ) -> Iterator[tuple[str, str]]:
-    """Kill a run at every state, and say what went wrong there ("" for nothing).
-
-    Args:
-        root: An empty folder.
-        mode: Of the run.
-        counts: How often each step was computed.
-        only: Kinds of calls; empty for all.
-        work: What is killed.
-    """
+    """Kill a run at every state, or at calls of `only` some kinds, and say what went wrong there ("" for nothing)."""
 
     def unbroken() -> None:
         killer = killer_of(root / "unbroken", counts)

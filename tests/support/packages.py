@@ -15,13 +15,7 @@ def install(
 ) -> None:
     """Put a package on `sys.path`, for the length of a test.
 
-    Args:
-        patch: Undoes it.
-        folder: Where it is written.
-        package: Its name; its module is `package.py` if there is a source.
-        group: The entry-point group.
-        points: "module:object" by the names that it brings.
-        source: The text of its module.
+    Its entry points are "module:object" by the names that it brings; its module is `package.py` if there is a source.
     """
     metadata(folder, package, group, points, source)
     patch.syspath_prepend(str(folder))

@@ -31,32 +31,20 @@ def _unchanged(random: Random, dn: np.ndarray, first: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class SensorFault:
-    """What a faulty sensor does in place of the twin's.
+    """What a faulty sensor does in place of the twin's; numbers come with that of their first frame."""
 
-    Attributes:
-        counts: electrons of frames with some expected electrons, shape (frames, pixels).
-        analog: numbers before the converter, DN, from the sound ones and the number of the first frame.
-        codes: numbers behind the converter, from the sound ones and the number of the first frame.
-    """
-
-    counts: Counts = _poisson
-    analog: Numbers = _unchanged
-    codes: Numbers = _unchanged
+    counts: Counts = _poisson  # electrons of frames with some expected electrons, shape (frames, pixels)
+    analog: Numbers = _unchanged  # before the converter, DN, from the sound ones
+    codes: Numbers = _unchanged  # behind the converter, from the sound ones
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlantedExposure(Exposure):
-    """Stages of a camera with a planted fault.
-
-    Attributes:
-        fault: what is wrong.
-        random: source of the noise.
-        taken: number of frames taken, in a list, as the wrapper counts them.
-    """
+    """Stages of a camera with a planted fault."""
 
     fault: SensorFault = field(default_factory=SensorFault)
     random: Random = field(default_factory=np.random.default_rng)
-    taken: list[int] = field(default_factory=lambda: [0])
+    taken: list[int] = field(default_factory=lambda: [0])  # how many frames
 
     def _numbers(self, rates: np.ndarray, offset_e: np.ndarray) -> np.ndarray:
         sensor, first = self.sensor, self.taken[0]
@@ -92,15 +80,7 @@ class PlantedExposure(Exposure):
 
 
 class PlantedCamera(CameraDevice):
-    """The camera twin of a preset with a planted fault in its sensor.
-
-    Args:
-        fault: what is wrong, or None if the sensor is sound.
-        number: which instrument this is.
-        name: of the preset.
-        camera: settings of the section ``[camera]`` besides the preset's.
-        **window: as for `CameraDevice`.
-    """
+    """The camera twin of a preset, instrument `number`, with a planted fault in its sensor or a sound one."""
 
     def __init__(
         self,

@@ -40,12 +40,8 @@ def private_loop(folder: Path, given: Parts | None = None, **options: Any) -> op
     """A private loop in a folder, with noise multiplier 1 and clip 1 unless said otherwise."""
     module, optimizer, criterion, loader = parts() if given is None else given
     settings: dict[str, Any] = {
-        "noise_multiplier": 1.0,
-        "max_grad_norm": 1.0,
-        "target_delta": 1e-5,
-        "seed": 3,
-        **options,
-    }
+        "noise_multiplier": 1.0, "max_grad_norm": 1.0, "target_delta": 1e-5, "seed": 3, **options,
+    }  # fmt: skip
     return opusim.make_private(
         module=module, optimizer=optimizer, criterion=criterion, data_loader=loader, folder=folder, **settings
     )

@@ -8,7 +8,6 @@ FOLDER/NAME.R.steps (see `Numbered`), and what went wrong to FOLDER/NAME.R.error
 import json
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +24,7 @@ from opusim.accounting.ledger import Ledger
 from opusim.training.engine.steps import PaidSteps
 from tests.support.killing import skip_syncs
 from tests.support.private_loops import parts, private_loop, records
-from tests.support.ranks import preload, run_ranks
+from tests.support.ranks import preload, run_named
 from tests.support.shared_runs import both_draw, own_divisor
 
 N_RECORDS, NOISE = 60, 50.0
@@ -92,9 +91,6 @@ class Loop:
     prepare: Callable[[int], None] | None = None
     spoil: Callable[[int, Options, DataLoader[Any]], DataLoader[Any]] | None = None
     train: Callable[[opusim.PrivateTraining, int], None] = run_loop
-
-
-# What goes wrong in one process
 
 
 def another_seed(rank: int, options: Options, loader: DataLoader[Any]) -> DataLoader[Any]:
@@ -168,9 +164,6 @@ def end_by_itself(private: opusim.PrivateTraining, until: int) -> None:
     if private.data_loader._steps.ranks.rank:
         raise ZeroDivisionError("of the loop")
     run_loop(private, until)
-
-
-# Planted faults
 
 
 def own_batches(rank: int) -> None:
@@ -312,18 +305,6 @@ def train(folder: Path, name: str, rank: int, *, resume: bool = False, half: boo
     private.close()
 
 
-def noted(folder: Path, name: str, rank: int, **options: Any) -> None:
-    """Train, and write an error down."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            train(folder, name, rank, **options)
-    except Exception as error:
-        (folder / f"{name}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def warm_up(folder: Path) -> None:
     """Do once what each process would otherwise do a first time, such as to import what an epsilon needs."""
     with opened(Loop(), folder, 0, resume=False) as private:
@@ -337,17 +318,7 @@ def main(arguments: list[str]) -> None:
     skip_syncs()
     folder = Path(arguments[0])
     warm_up(folder / "warm-up")
-    for name in arguments[1:]:
-        first, _, then = (name.partition("=")[2] or "2").partition("+")
-        attempts = [(int(first), {"half": bool(then)}), *([(int(then), {"resume": True})] if then else [])]
-        for processes, options in attempts:
-
-            def work(rank: int, name: str = name, options: Options = options) -> None:
-                noted(folder, name, rank, **options)
-
-            codes = run_ranks(work, processes)
-            if any(codes):
-                raise RuntimeError(f"{name}: the processes ended with {codes}")
+    run_named(folder, arguments[1:], train, halved={"half": True})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
 """Fork processes that find each other like those that torchrun starts."""
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from opusim.processes.ranks import init_process_group
 from tests.support.killing import start_child
@@ -46,3 +51,30 @@ def _join(work: Callable[[int], object], rank: int, processes: int, port: str) -
     torch.set_num_threads(1)
     init_process_group()
     work(rank)
+
+
+def run_named(
+    folder: Path, names: Sequence[str], train: Callable[..., object], *, halved: dict[str, Any]
+) -> None:
+    """Call `train(folder, name, rank)` in two processes for NAME, in K for NAME=K; for NAME=K+J in K, then in J.
+
+    The former K are given `halved` besides, the J `resume=True`. FOLDER/NAME.RANK.error says what went wrong.
+    """
+
+    def work(name: str, options: dict[str, Any], rank: int) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                train(folder, name, rank, **options)
+        except Exception as error:
+            (folder / f"{name}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    for name in names:
+        first, _, then = (name.partition("=")[2] or "2").partition("+")
+        attempts = [(first, halved), (then, {"resume": True})] if then else [(first, {})]
+        for processes, options in attempts:
+            codes = run_ranks(partial(work, name, options), int(processes))
+            if any(codes):
+                raise RuntimeError(f"{name}: the processes ended with {codes}")

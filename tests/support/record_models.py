@@ -146,11 +146,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "transposed convolution": (lambda: nn.ConvTranspose2d(2, 3, 2), features(2, 3, 4)),
     "normalisation": (
         lambda: nn.Sequential(
-            nn.LayerNorm((3, 4)),
-            nn.Linear(4, 4),
-            nn.RMSNorm(4),
-            nn.PReLU(),
-            nn.GroupNorm(3, 3),
+            nn.LayerNorm((3, 4)), nn.Linear(4, 4), nn.RMSNorm(4), nn.PReLU(), nn.GroupNorm(3, 3),
             nn.InstanceNorm1d(3, affine=True),
         ),
         features(3, 4),
@@ -207,10 +203,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     ),
     "bare parameters": (
         lambda: Custom(
-            _bare,
-            scale=_parameter(4),
-            token=_parameter(1, 1, 4),
-            positions=_parameter(1, 7, 4),
+            _bare, scale=_parameter(4), token=_parameter(1, 1, 4), positions=_parameter(1, 7, 4),
             matrix=_parameter(3, 4),
         ),
         features(5, 4),
@@ -236,7 +229,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
         features(4),
     ),
     "frozen weights": (_frozen, features(4)),
-}
+}  # fmt: skip
 
 
 def make(name: str, seed: int = 1) -> tuple[nn.Module, Callable[[int], Tensor]]:

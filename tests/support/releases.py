@@ -42,8 +42,7 @@ _CLASSES = 5
 def alarms(runs: np.ndarray) -> set[str]:
     """Return the checks that tell the noise of two or more runs from independent N(0, 1).
 
-    Args:
-        runs: Noise in units of its stated standard deviation, shape (runs, rows, columns); with steps, a row each.
+    Runs are in units of the stated standard deviation, shape (runs, rows, columns); with steps, a row each.
     """
     return {check.name for check in shared(noise_checks(runs), LEVEL) if check.alarm}
 

@@ -26,14 +26,7 @@ STEP = Gaussian(noise_multiplier=2.0)
 
 
 def made(path: Path, *, mode: str = "experiment", finished: bool = True, steps: int = 8) -> Path:
-    """The files of a run of 2 epochs of 4 steps: it is finished, or stopped at step 6.
-
-    Args:
-        path: The folder, which is made.
-        mode: experiment or release.
-        finished: Whether there is a summary.
-        steps: Steps that the ledger pays for.
-    """
+    """The files of a run of 2 epochs of 4 steps, finished or stopped at step 6; the ledger pays for `steps`."""
     folder = RunFolder(path)
     path.mkdir(parents=True)
     config = load_config({"mode": mode, "epochs": 2, "trainer": {"kind": "bp"}})
@@ -72,15 +65,8 @@ def require_resumed_alike(
 ) -> tuple[Run, Run]:
     """Require that a stopped and resumed experiment ends as an uninterrupted one, to the bit, at the same epsilon.
 
-    Args:
-        folder: Where the runs `whole` and `cut` are made.
-        config: Of the runs.
-        data: Their records.
-        stop: Ends the second run at a step.
-        model: Makes the module of each run, if they have one.
-
-    Returns:
-        The whole run and the resumed one.
+    `stop` ends the second run at a step; `model` makes the module of each run, if they have one. Returns both runs,
+    whose folders are `whole` and `cut`.
     """
     whole = train(config, data=data, model=model(), folder=folder / "whole")
     with pytest.raises((RunInterrupted, KeyboardInterrupt)) as stopped:

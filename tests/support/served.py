@@ -35,11 +35,7 @@ ONE_THREAD = {"NUMBA_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Where keys and journals are.
-
-    Attributes:
-        folder: All of it; holds `server` (the server's keys) and a folder of configuration for each user.
-    """
+    """Where keys and journals are: `server` holds the server's keys, and each user has a folder of configuration."""
 
     folder: Path
 
@@ -138,16 +134,7 @@ def served_and_local(
 
 
 class ForkedServer:
-    """A server in a forked process, which is there in a moment and may be killed.
-
-    Args:
-        lab: Its keys and journal.
-        name: The device's name.
-        port: Where it listens; 0 takes a free port.
-
-    Attributes:
-        port: Where it listens.
-    """
+    """A server in a forked process, which is there in a moment, at `port` or a free one, and may be killed."""
 
     def __init__(self, lab: Laboratory, name: str = "gaussian", *, port: int = 0) -> None:
         self.port = port or free_port()
@@ -184,29 +171,16 @@ class ForkedServer:
 
 
 class ServerProcess:
-    """`opusim device serve` in a process of its own.
-
-    Args:
-        lab: Its keys and journal.
-        arguments: The device's name and more options.
-        bind: Where it listens; a free port by default.
-
-    Attributes:
-        address: Its address.
-    """
+    """`opusim device serve` with arguments in a process of its own, at a free port unless bound, with its address."""
 
     def __init__(self, lab: Laboratory, *arguments: object, bind: str = "tcp://127.0.0.1:*") -> None:
         command = [*COMMAND, "device", "serve", *map(str, arguments), "--bind", bind, "--keys", str(lab.keys)]
         self.log = lab.folder / f"server-{time.monotonic_ns()}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--journal", str(lab.journal)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)},
-                cwd=lab.folder,
-            )
+                [*command, "--journal", str(lab.journal)], stdout=subprocess.PIPE, stderr=log, text=True,
+                env={**os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT)}, cwd=lab.folder,
+            )  # fmt: skip
         out = self.process.stdout
         ready, _, _ = select.select([out], [], [], 90)
         line = out.readline() if ready else ""

@@ -72,11 +72,7 @@ def description_file(folder: Path) -> Path:
 
 
 class Notes:
-    """What happened, a line of JSON each, from several processes.
-
-    Args:
-        folder: Of the play.
-    """
+    """What happened, a line of JSON each, from several processes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "notes.jsonl"
@@ -95,18 +91,11 @@ class Notes:
         return [json.loads(line) for line in self._path.read_text().splitlines()]
 
 
-# Runs
-
-
 def configuration(device: object, seed: int) -> dict[str, Any]:
     return {
-        "seed": seed,
-        "epochs": EPOCHS,
-        "threads": 1,
-        "model": {"hidden": [32]},
-        "sampler": {"batch_size": 64},
-        "device": {"name": str(device)},
-    }
+        "seed": seed, "epochs": EPOCHS, "threads": 1, "model": {"hidden": [32]},
+        "sampler": {"batch_size": 64}, "device": {"name": str(device)},
+    }  # fmt: skip
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
@@ -186,9 +175,6 @@ def serve(lab: Laboratory, port: int) -> None:
     Server(instrument, Users(lab.keys), bind=bind, journal=Journal(lab.journal), limits=limits).run(stop)
 
 
-# Faults
-
-
 def be_a_victim(address: str, first: torch.Tensor, notes: Notes) -> None:
     """Read, until killed; the first reading of a connection is compared with the local one."""
     while True:
@@ -241,17 +227,7 @@ def attacks(dealer: Any) -> Iterator[tuple[str, str]]:
 
 
 class Play:
-    """The processes of a play.
-
-    Args:
-        lab: Keys and folder.
-        notes: Of what happens.
-        port: Of the server.
-
-    Attributes:
-        address: Of the server.
-        children: Processes by name.
-    """
+    """The processes of a play, and the address of their server."""
 
     def __init__(self, lab: Laboratory, notes: Notes, port: int) -> None:
         self.lab, self._port, self.notes = lab, port, notes
@@ -307,12 +283,7 @@ class Play:
 
 
 class Faults:
-    """Faults of the server and of clients, at moments that a seed draws.
-
-    Args:
-        play: Whose processes they meet.
-        alice, victim: Start these processes again.
-    """
+    """Faults of the server and of clients, at moments that a seed draws; `alice` and `victim` start these again."""
 
     def __init__(self, play: Play, alice: Callable[[], object], victim: Callable[[], object]) -> None:
         self._play, self._alice, self._victim = play, alice, victim

@@ -46,12 +46,7 @@ def steps_of(file: Path) -> list[tuple[int, list[int]]]:
 
 
 def deviations(taken: np.ndarray, q: float) -> dict[str, float]:
-    """Return how many standard errors a sample of Poisson batches is from its law.
-
-    Args:
-        taken: Whether each record is in each batch, shape (steps, records).
-        q: The probability.
-    """
+    """Return how many standard errors a sample of Poisson batches, shape (steps, records), is from its law."""
     steps, n = taken.shape
     variance = q * (1 - q)
     excess = (1 - 6 * variance) / variance  # kurtosis of one indicator
@@ -87,11 +82,7 @@ def unpaid(ledger: LedgerContent, attempts: list[dict[int, int]]) -> dict[int, i
 def require_kills_are_paid(tmp_path: Path, what: str, *, seed: int, kills: int) -> None:
     """Kill one of two processes again and again; every step is paid for, the other process ends, and resuming works.
 
-    Args:
-        tmp_path: An empty folder.
-        what: What is killed: "run" or "loop", see tests.support.kill_ranks.
-        seed: Of the moments.
-        kills: How many.
+    What is killed is a "run" or a "loop", see tests.support.kill_ranks, at moments that the seed draws.
     """
     do("kill_ranks", str(tmp_path), str(seed), str(kills), what)
     ends = json.loads((tmp_path / "kills.json").read_text())

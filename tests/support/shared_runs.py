@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from opusim import training
@@ -26,7 +25,7 @@ from opusim.training.engine import loop
 from opusim.training.engine.callbacks import Callback
 from opusim.training.protections.record import RecordGradients
 from tests.support.killing import skip_syncs
-from tests.support.ranks import preload, run_ranks
+from tests.support.ranks import preload, run_named
 
 N_RECORDS, N_FEATURES, N_CLASSES = 60, 6, 3
 NOISE = 50.0  # noise multiplier at which a step is noise, up to some millionths of its variance
@@ -237,16 +236,6 @@ def train(folder: Path, name: str, rank: int, *, resume: bool = False, watcher: 
     training.train(config, data=(x, y), model=model, folder=folder / name, resume=resume, watcher=watcher)
 
 
-def noted(folder: Path, name: str, rank: int, **options: Any) -> None:
-    """Train, and write an error down."""
-    try:
-        train(folder, name, rank, **options)
-    except Exception as error:
-        (folder / f"{name}.{rank}.error").write_text(f"{type(error).__name__}: {error}")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 class Interrupting(Callback):
     """Stops the first process as Ctrl-C does once some steps are done; a watcher."""
 
@@ -265,18 +254,7 @@ def main(arguments: list[str]) -> None:
     folder = Path(arguments[0])
     # what is imported here is imported in no process
     training.train(RUNS["pdfa record"].config, data=data(), folder=folder / "warm-up")
-    for name in arguments[1:]:
-        first, _, then = (name.partition("=")[2] or "2").partition("+")
-        watcher = Interrupting() if then else None
-        attempts = [(int(first), {"watcher": watcher}), *([(int(then), {"resume": True})] if then else [])]
-        for processes, options in attempts:
-
-            def work(rank: int, name: str = name, options: dict[str, Any] = options) -> None:
-                noted(folder, name, rank, **options)
-
-            codes = run_ranks(work, processes)
-            if any(codes):
-                raise RuntimeError(f"{name}: the processes ended with {codes}")
+    run_named(folder, arguments[1:], train, halved={"watcher": Interrupting()})
 
 
 if __name__ == "__main__":

@@ -8,15 +8,9 @@ from collections.abc import Iterator
 
 
 class SlowNetwork:
-    """Carries bytes between its own port and a server's.
+    """Carries bytes between its own port and a server's on this host; each chunk waits for a delay, both ways.
 
-    Args:
-        port: The server's, on this host.
-        delay_s: Seconds that each chunk waits, both ways.
-
-    Attributes:
-        port: Its own.
-        carried: Connections that it has carried.
+    `carried` counts the connections.
     """
 
     def __init__(self, port: int, delay_s: float) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from opusim.training.networks.functions import cross_entropy
 from opusim.training.ulr.estimator import ModuleSequence
 
 
@@ -77,3 +78,24 @@ def records(n: int, n_inputs: int, seed: int = 8) -> tuple[Tensor, Tensor]:
     """Features and labels of three classes."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(n, n_inputs, generator=generator), torch.randint(0, 3, (n,), generator=generator)
+
+
+def losses_of(y: Tensor) -> Callable[[Tensor, slice], Tensor]:
+    """The loss of each record of some rows, for each copy of them, shape (copies, rows)."""
+
+    def losses(output: Tensor, rows: slice) -> Tensor:
+        labels = y[rows]
+        copies = len(output) // max(len(labels), 1)
+        return cross_entropy(output, labels.repeat(copies)).per_record.view(copies, len(labels))
+
+    return losses
+
+
+def whole_jacobian(network: ModuleSequence, layer: int, h: Tensor) -> Tensor:
+    """The Jacobian at one record by autograd, shape (outputs, parameters)."""
+    jacobian = network.jacobians[layer]
+    value = jacobian.module(h)
+    rows = []
+    for unit in torch.eye(value.numel()).view(-1, *value.shape):
+        rows.append(torch.autograd.grad(value, jacobian.parameters, unit, retain_graph=True))
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])

@@ -1,12 +1,19 @@
-"""What many zeroth-order steps from one point have in common."""
+"""Records of zeroth-order runs, and what many steps from one point have in common."""
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opusim.training.networks.network import FullyConnected
 from opusim.training.zeroth_order.trainer import ZoTrainer
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    y = np.arange(100) % 3
+    return generator.normal(size=(100, 6)) + 2 * np.eye(6)[y], y
 
 
 def require_mean_move(

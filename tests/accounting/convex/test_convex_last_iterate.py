@@ -50,21 +50,15 @@ def noises_of(run: ConvexLastIterate) -> np.ndarray:
 @pytest.mark.parametrize("final_noise", [0.0, 2.7])
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("regularisation", [0.0, 2e-4, 0.02, 1.0])
-@pytest.mark.parametrize(("batches", "epochs"), [(1, 7), (4, 1), (6, 10), (60, 40)])
+@pytest.mark.parametrize("size", [(1, 7), (4, 1), (6, 10), (60, 40)])
 def test_never_below_an_exact_linear_instance(
-    batches: int, epochs: int, regularisation: float, schedule: str, final_noise: float
+    size: tuple[int, int], regularisation: float, schedule: str, final_noise: float
 ) -> None:
     """Gradients that do not depend on the weights, so that a step contracts by 1 - eta lambda exactly."""
-    run = replace(
-        RUN,
-        batches=batches,
-        epochs=epochs,
-        regularisation=regularisation,
-        schedule=schedule,
-        final_noise=final_noise,
-    )
+    run = replace(RUN, batches=size[0], epochs=size[1], regularisation=regularisation)
+    run = replace(run, schedule=schedule, final_noise=final_noise)
     rates = learning_rates(run)
-    exact = exact_mu(rates, noises_of(run), 1 - rates * regularisation, batches)
+    exact = exact_mu(rates, noises_of(run), 1 - rates * regularisation, run.batches)
     assert proven_mu(run) >= exact * (1 - 1e-9)
 
 
@@ -165,19 +159,15 @@ def test_closed_form_falls_with_contraction_from_0_to_1() -> None:
     assert cyclic_descent_mu(1.0, 60, 400, math.log1p(-1e-4)) < mus[0] < cyclic_descent_mu(1.0, 60, 400, 1e-6)
 
 
-# The paper's claim
-
-
 def test_the_claim_is_refuted_by_four_gates_whose_rate_is_refused() -> None:
     claimed, exact = four_gates()
     assert (claimed, exact) == (pytest.approx(1.574, abs=1e-3), pytest.approx(3.255, abs=1e-3))
     epsilons = [get_epsilon_gaussian(1 / (0.4 * ratio), DELTA) for ratio in (claimed, exact)]
     assert epsilons == [pytest.approx(2.58, abs=0.01), pytest.approx(5.96, abs=0.01)]
     # Scaled to features of norm 1: 4 gates of |x|^2 = 1/4, lambda / 4 and 4 eta give the same recursion.
+    scaled = replace(RUN, learning_rate=4 * FOUR_GATES_RATE, regularisation=0.5 / 4, batches=2, epochs=50)
     with pytest.raises(NoGuarantee, match=r"learning_rate = 1.82222: must be below 2 / \(beta \+"):
-        proven_mu(
-            replace(RUN, learning_rate=4 * FOUR_GATES_RATE, regularisation=0.5 / 4, batches=2, epochs=50)
-        )
+        proven_mu(scaled)
 
 
 def test_statements() -> None:
@@ -205,9 +195,6 @@ def test_runs_compose_and_two_classes_clip_without_harm() -> None:
     assert log_expansion("softmax", 0.5, 3, rates, 0.1) > math.log(0.9)
 
 
-# Constants
-
-
 def test_bounds_and_smoothness() -> None:
     assert residual_bound("softmax", None, 10) == pytest.approx(math.sqrt(2))
     assert residual_bound("softmax", 5.0, 10) == pytest.approx(math.sqrt(2))
@@ -219,8 +206,7 @@ def test_bounds_and_smoothness() -> None:
 
 
 def test_clipped_softmax_and_its_gap() -> None:
-    values = {2: 0.0, 3: 0.00683, 5: 0.01046, 10: 0.01254}
-    for n_classes, expected in values.items():
+    for n_classes, expected in {2: 0.0, 3: 0.00683, 5: 0.01046, 10: 0.01254}.items():
         assert softmax_gap(n_classes) == pytest.approx(expected, abs=1e-5)
     pi = np.random.default_rng(0).dirichlet(np.full(9, 0.4), size=200_000)  # 9 wrong classes
     s2, s3 = (np.sum(pi**m, axis=1) for m in (2, 3))
@@ -228,15 +214,12 @@ def test_clipped_softmax_and_its_gap() -> None:
     assert 0.9 * softmax_gap(10) < found <= softmax_gap(10)
     # k 60, E 400, lambda 0, noise 5: epsilon at eta 0.1, 0.5, 1, 2, and no contraction for comparison.
     run = replace(RUN, objective="softmax", clip=1.0, epochs=400)
-    found = [
-        guarantees([replace(run, learning_rate=eta)], delta=DELTA)[0].epsilon for eta in (0.1, 0.5, 1.0, 2.0)
-    ]
-    assert found == pytest.approx([5.11, 6.05, 7.71, 13.64], abs=0.01)
+    rates = (replace(run, learning_rate=eta) for eta in (0.1, 0.5, 1.0, 2.0))
+    assert [guarantees([one], delta=DELTA)[0].epsilon for one in rates] == pytest.approx(
+        [5.11, 6.05, 7.71, 13.64], abs=0.01
+    )
     with pytest.raises(NoGuarantee, match="must be below 2"):
         log_expansion("softmax", 1.0, 10, np.array([4.0]), 0.0)
-
-
-# Plans
 
 
 def test_plans_reach_their_target_with_less_noise_at_fewer_epochs() -> None:

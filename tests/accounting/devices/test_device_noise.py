@@ -318,12 +318,9 @@ def test_a_guarantee_holds_for_the_exact_mixture_of_a_continuous_law() -> None:
 def test_the_law_bounds_its_variance(seed: int) -> None:
     weight = np.ones((2, 3))
     noise = FluctuatingCountNoise(
-        rate_low=np.full((2, 3), 2.0),
-        rate_high=np.full((2, 3), 52.0),
-        power_law="gaussian",
-        power_rms=0.1,
+        rate_low=np.full((2, 3), 2.0), rate_high=np.full((2, 3), 52.0), power_law="gaussian", power_rms=0.1,
         weight=weight,
-    )
+    )  # fmt: skip
     random = np.random.default_rng(seed)
     low, high = noise.variance_bounds()
     power = noise.power.of_normal(random.standard_normal((100_000, 1, 1)))  # of both frames

@@ -134,9 +134,6 @@ def calibrated_mu(epsilon: float) -> float:
     return float(numerics.find_root(lambda mu: get_epsilon_gaussian(1 / mu, DELTA) - epsilon, 1e-3, 30.0))
 
 
-# The mechanism of counts
-
-
 RATES = speckle(2, labels=3, pixels=10, light=0.5, dark=0.0)
 COUNTS = LabelCounts.of(RATES, np.full(10, 4.0))
 
@@ -147,9 +144,8 @@ def test_repeated_and_different_readings_add_their_counts() -> None:
     assert twice.epsilon == pytest.approx(stacked.epsilon, rel=1e-4)
     other = LabelCounts.of(2 * RATES, np.full(10, 5.0))
     (both,) = guarantees([COUNTS, other], delta=DELTA)
-    assert both.epsilon == pytest.approx(
-        known_counts_guarantee(np.hstack([COUNTS.rates, other.rates]), delta=DELTA).epsilon, rel=1e-4
-    )
+    stacked = known_counts_guarantee(np.hstack([COUNTS.rates, other.rates]), delta=DELTA)
+    assert both.epsilon == pytest.approx(stacked.epsilon, rel=1e-4)
     with pytest.raises(NoGuarantee, match="different numbers of labels"):
         guarantees([COUNTS, LabelCounts.of(RATES[:2], np.full(10, 4.0))], delta=DELTA)
 
@@ -158,11 +154,8 @@ def test_the_statement_of_counts_is_proven_under_a_device_model() -> None:
     (found,) = guarantees([replace(COUNTS, beta=4e-6)], delta=DELTA)
     assert found.status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert found.theorem == "poisson-loss"
-    assert (
-        found.epsilon
-        == guarantees([COUNTS], delta=6e-6)[0].epsilon
-        > guarantees([COUNTS], delta=DELTA)[0].epsilon
-    )
+    less, all_of_it = (guarantees([COUNTS], delta=delta)[0].epsilon for delta in (6e-6, DELTA))
+    assert found.epsilon == less > all_of_it
     assert found.epsilon_lower is not None
     assert found.epsilon_lower <= found.epsilon
     assert "must exceed beta" in str(guarantees([replace(COUNTS, beta=DELTA)], delta=DELTA)[0].reason)
@@ -174,9 +167,11 @@ def test_the_statement_of_counts_is_proven_under_a_device_model() -> None:
 def test_light_that_varies_is_covered_by_its_brightest_frame(power: tuple[float, ...]) -> None:
     """The exact mixture over powers of two pixels' counts, more dark light included, against w_max and d_min."""
     light, dark = np.array([[1.2, 0.2], [0.3, 0.8]]), 1.7
-    bounds = known_counts_guarantee(
-        at_brightest(light + dark, brightest=max(power), dark_low=dark), delta=DELTA
-    ).epsilon
+
+    def epsilon_at(brightest: float) -> float:
+        rates = at_brightest(light + dark, brightest=brightest, dark_low=dark)
+        return known_counts_guarantee(rates, delta=DELTA).epsilon
+
     counts = np.arange(60)
     laws = [
         np.mean(
@@ -188,22 +183,12 @@ def test_light_that_varies_is_covered_by_its_brightest_frame(power: tuple[float,
         )
         for row in light
     ]
-    for p, q in (laws, laws[::-1]):
-        assert np.maximum(p - math.exp(bounds) * q, 0).sum() <= DELTA
-    at_mean = known_counts_guarantee(
-        at_brightest(light + dark, brightest=0.2, dark_low=dark), delta=DELTA
-    ).epsilon
-    assert (
-        max(np.maximum(p - math.exp(at_mean) * q, 0).sum() for p, q in (laws, laws[::-1])) > DELTA
-    )  # planted: less light than the brightest
 
+    def spent(epsilon: float) -> float:
+        return max(np.maximum(p - math.exp(epsilon) * q, 0).sum() for p, q in (laws, laws[::-1]))
 
-def test_wrong_rates_are_refused() -> None:
-    with pytest.raises(ValueError, match="dark_low: exceeds a rate"):
-        at_brightest(COUNTS.rates, dark_low=5.0)
-
-
-# The argmax
+    assert spent(epsilon_at(max(power))) <= DELTA
+    assert spent(epsilon_at(0.2)) > DELTA  # planted: less light than the brightest
 
 
 def group_laws(rates: np.ndarray) -> np.ndarray:
@@ -305,10 +290,11 @@ def test_a_certified_matrix_holds_as_often_as_it_says(seed: int) -> None:
     sure = certified_confusion(np.array([[5, 0], [0, 5]]), beta=beta)
     assert (sure[0][0, 1], sure[1][0, 0]) == (0.0, 1.0)
     assert math.isinf(argmax_epsilon(*sure, symmetrised=False))
-    narrow = certified_confusion(np.round(n * law).astype(int), beta=0.999999)  # planted: no margin of limits
-    assert argmax_epsilon(*narrow, symmetrised=False) < argmax_epsilon(
-        *certified_confusion(np.round(n * law).astype(int), beta=1e-6), symmetrised=False
-    )
+    exact = np.round(n * law).astype(int)
+    narrow, wide = (
+        certified_confusion(exact, beta=b) for b in (0.999999, 1e-6)
+    )  # planted: no margin of limits
+    assert argmax_epsilon(*narrow, symmetrised=False) < argmax_epsilon(*wide, symmetrised=False)
 
 
 def test_the_argmax_is_pure_but_for_beta() -> None:
@@ -326,16 +312,13 @@ def test_the_argmax_is_pure_but_for_beta() -> None:
     assert math.isinf(guarantees([certified], delta=1e-7)[0].epsilon)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "message"),
-    [
-        (np.eye(2), 0.5 * np.eye(2), "nowhere above highest"),
-        (np.full((2, 3), 0.1), np.full((2, 3), 0.2), "must be square"),
-    ],
-)
-def test_contradictory_limits_are_refused(low: np.ndarray, high: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        argmax_epsilon(low, high, symmetrised=False)
+def test_contradictory_limits_and_rates_are_refused() -> None:
+    with pytest.raises(ValueError, match="nowhere above highest"):
+        argmax_epsilon(np.eye(2), 0.5 * np.eye(2), symmetrised=False)
+    with pytest.raises(ValueError, match="must be square"):
+        argmax_epsilon(np.full((2, 3), 0.1), np.full((2, 3), 0.2), symmetrised=False)
+    with pytest.raises(ValueError, match="dark_low: exceeds a rate"):
+        at_brightest(COUNTS.rates, dark_low=5.0)
 
 
 @pytest.mark.parametrize("gap", [1e-15, 1e-13, 1e-9])

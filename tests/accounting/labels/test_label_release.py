@@ -248,13 +248,8 @@ def test_responses_follow_the_law(seed: int) -> None:
     """Frequencies of all pairs, five standard errors over the family; epsilon off by 10 % is caught."""
     generator = np.random.default_rng(seed)
     n, k, epsilon = 200_000, 4, 1.0
-    frequencies = np.stack(
-        [
-            np.bincount(respond(np.full(n, a), epsilon=epsilon, n_labels=k, generator=generator), minlength=k)
-            / n
-            for a in range(k)
-        ]
-    )
+    answers = (respond(np.full(n, a), epsilon=epsilon, n_labels=k, generator=generator) for a in range(k))
+    frequencies = np.stack([np.bincount(found, minlength=k) / n for found in answers])
 
     def deviation(claimed: float) -> float:
         law = np.exp(response_log_likelihood(np.arange(k), epsilon=claimed, n_labels=k)).T

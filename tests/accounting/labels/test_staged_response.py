@@ -124,15 +124,12 @@ def test_targets_have_the_mean_that_is_stated(epsilon: float) -> None:
         assert 1 / weights[0] == pytest.approx(1 + variance)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: telling_labels(np.array([[0.5, math.nan]]), epsilon=1.0), "priors.*finite"),
-        (lambda: telling_labels(np.ones((1, 2)) / 2, epsilon=0.0), "epsilon = 0.0: must be finite and above"),
-        (lambda: answered([3], [[True, True]]), r"labels: must be integers in \[0, 2\)"),
-        (lambda: answered([0], [[False, False]]), "among: a record may take no label at all"),
-    ],
-)
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: telling_labels(np.array([[0.5, math.nan]]), epsilon=1.0), "priors.*finite"),
+    (lambda: telling_labels(np.ones((1, 2)) / 2, epsilon=0.0), "epsilon = 0.0: must be finite and above"),
+    (lambda: answered([3], [[True, True]]), r"labels: must be integers in \[0, 2\)"),
+    (lambda: answered([0], [[False, False]]), "among: a record may take no label at all"),
+])  # fmt: skip
 def test_bad_responses_are_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
@@ -141,9 +138,6 @@ def test_bad_responses_are_named(call: Callable[[], object], message: str) -> No
 def answered(labels: list[int], among: list[list[bool]]) -> np.ndarray:
     draw = np.random.default_rng(0)
     return respond_among(np.array(labels), np.array(among), epsilon=1.0, generator=draw)
-
-
-# The whole look
 
 
 def pasts(epsilon: float) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:

@@ -26,16 +26,6 @@ def paid(path: Path) -> int:
     return sum(payment.steps for payment in read_ledger(path).payments)
 
 
-def test_replay_gives_the_runs_guarantee(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    with Ledger(path, mode="experiment", delta=1e-5, block=4) as ledger:
-        for step in range(10):
-            ledger.pay(step, STEP, until=10)
-        ours = ledger.guarantees()
-    assert read_ledger(path).guarantees() == ours
-    assert paid(path) == 10
-
-
 def test_a_reused_block_pays_for_its_own_steps_only(tmp_path: Path) -> None:
     """A resumed run that repeats a step of the second block pays for the first step behind that block."""
     path = tmp_path / "ledger.jsonl"
@@ -101,24 +91,16 @@ def test_a_repeated_step_is_paid_once_in_experiment_mode_and_again_in_release_mo
         assert paid(path) == total
 
 
-@pytest.mark.parametrize("place", [20, 120, 400])
-def test_a_flipped_byte_is_refused(tmp_path: Path, place: int) -> None:
+def test_flipped_bytes_reordered_and_cut_ledgers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     run(path, 9)
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(LedgerCorrupt, match="ledger.jsonl"):
-        read_ledger(path)
-
-
-def test_reordered_and_cut_ledgers_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    run(path, 9)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([lines[0], lines[2], lines[1], *lines[3:]]))
-    with pytest.raises(LedgerCorrupt):
-        read_ledger(path)
+    sound = path.read_bytes()
+    lines = sound.splitlines(keepends=True)
+    flipped = [sound[:place] + bytes([sound[place] ^ 1]) + sound[place + 1 :] for place in (20, 120, 400)]
+    for content in (*flipped, b"".join([lines[0], lines[2], lines[1], *lines[3:]])):
+        path.write_bytes(content)
+        with pytest.raises(LedgerCorrupt, match="ledger.jsonl"):
+            read_ledger(path)
     path.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(LedgerCorrupt):
         Ledger(path, mode="experiment", delta=1e-5)
@@ -127,30 +109,21 @@ def test_reordered_and_cut_ledgers_are_refused(tmp_path: Path) -> None:
 def test_a_line_that_was_being_written_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     run(path, 6)
-    with path.open("ab") as file:
-        file.write(b'{"half')
+    path.write_bytes(path.read_bytes() + b'{"half')
     run(path, 9, start=6)
     assert paid(path) == 9
 
 
 def test_a_budget_stops_before_the_step_that_would_exceed_it(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
+    path, computed = tmp_path / "ledger.jsonl", list[int]()
     budget = Budget(epsilon=1.0, delta=1e-5)
-    computed = 0
-
-    def compute_until_stopped(ledger: Ledger) -> None:
-        nonlocal computed
-        for step in range(1000):
-            ledger.pay(step, STEP)
-            computed += 1
-
     with Ledger(path, mode="experiment", delta=1e-5, block=5, budget=budget) as ledger:
         with pytest.raises(BudgetExceeded):
-            compute_until_stopped(ledger)
+            [(ledger.pay(step, STEP), computed.append(step)) for step in range(1000)]
         (guarantee,) = ledger.guarantees()
     assert guarantee.epsilon <= 1.0
-    assert 0 < computed < 1000
-    assert paid(path) == computed
+    assert 0 < len(computed) < 1000
+    assert paid(path) == len(computed)
 
 
 def test_a_step_whose_noise_is_not_repeated_is_charged_again(tmp_path: Path) -> None:
@@ -163,11 +136,6 @@ def test_a_step_whose_noise_is_not_repeated_is_charged_again(tmp_path: Path) -> 
                 for step in range(start, 10):
                     ledger.pay(step, STEP, until=10)
         assert paid(path) == wanted
-
-
-def equal(mechanism: PoissonGaussian) -> PoissonGaussian:
-    """An equal mechanism that is another object, as a resumed process makes it."""
-    return replace(mechanism)
 
 
 def blocks(path: Path) -> list[tuple[int | None, int]]:
@@ -188,7 +156,7 @@ def test_a_block_pays_for_its_mechanism_only(tmp_path: Path, mode: str) -> None:
     path, other = tmp_path / "ledger.jsonl", replace(STEP, noise_multiplier=3.0)
     with Ledger(path, mode=mode, delta=1e-5, block=4) as ledger:
         for step in range(3):
-            ledger.pay(step, equal(STEP))
+            ledger.pay(step, replace(STEP))  # another object, as a resumed process makes it
         assert blocks(path) == [(0, 4)]
         if mode == "experiment":
             with pytest.raises(LedgerCorrupt, match="step 3 was paid for as .*start a new run folder"):
@@ -210,8 +178,8 @@ def test_a_release_that_happens_once_is_paid_once_where_it_repeats(tmp_path: Pat
     path = tmp_path / "ledger.jsonl"
     for _ in range(2):
         with Ledger(path, mode="experiment", delta=1e-5) as ledger:
-            ledger.pay_once("labels", equal(STEP))
-            ledger.pay_once("scores", equal(STEP))
+            ledger.pay_once("labels", replace(STEP))
+            ledger.pay_once("scores", replace(STEP))
             with pytest.raises(LedgerCorrupt, match="'labels' was paid for as another mechanism"):
                 ledger.pay_once("labels", STEP.repeated(2))
             with pytest.raises(ValueError, match="mechanisms: must name at least one"):
@@ -219,9 +187,7 @@ def test_a_release_that_happens_once_is_paid_once_where_it_repeats(tmp_path: Pat
     assert [payment.name for payment in read_ledger(path).payments] == ["labels", "scores"]
 
 
-def test_a_run_that_fits_is_accounted_for_once_each_time_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fits_is_accounted_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps ahead are those to the end of the run, beside what was paid."""
     asked: list[int] = []
 
@@ -240,9 +206,8 @@ def test_a_run_that_fits_is_accounted_for_once_each_time_it_is_opened(
     with Ledger(tmp_path / "m", mode="experiment", delta=1e-5, budget=budget) as ledger:
         ledger.pay(0, STEP)  # nothing is known of the end
     assert asked == []  # one step of twenty that fit
-    with Ledger(
-        tmp_path / "m", mode="experiment", delta=1e-5, budget=Budget(epsilon=0.2, delta=1e-5)
-    ) as ledger:
+    again = Budget(epsilon=0.2, delta=1e-5)
+    with Ledger(tmp_path / "m", mode="experiment", delta=1e-5, budget=again) as ledger:
         ledger.pay(1, STEP)
     assert asked == [2]
 
@@ -259,17 +224,11 @@ def test_part_of_a_block_is_reserved_if_no_more_fits(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mode": "test"}, "mode = 'test': must be 'experiment' or 'release'"),
-        ({"block": 0}, "block = 0"),
-        ({"block": 1.5}, "block = 1.5"),
-        ({"delta": 1.0}, "delta = 1"),
-        ({"delta": -1e-9}, "delta = -1e-09"),
-    ],
+    "changes", [{"mode": "x"}, {"block": 0}, {"block": 1.5}, {"delta": 1.0}, {"delta": -1e-9}]
 )
-def test_a_wrong_ledger_is_not_created(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
+def test_a_wrong_ledger_is_not_created(tmp_path: Path, changes: dict[str, object]) -> None:
+    ((key, value),) = changes.items()
+    with pytest.raises((ValueError, TypeError), match=f"{key} = {value!r:.5}"):
         Ledger(tmp_path / "l", **{"mode": "experiment", "delta": 1e-5, **changes})  # type: ignore[arg-type]
     assert not (tmp_path / "l").exists()
 

@@ -27,15 +27,11 @@ def _paper(gamma_min: float = 0.0, sigma: float = 0.2) -> PublishedPdfa:
     sizes = ((784, 512, True, True), (512, 512, False, True), (512, 10, False, False))
     layers = tuple(
         PublishedLayer(
-            fan_in=fan_in,
-            width=width,
-            gamma_min=gamma_min,
-            gamma_max=1.0,
-            inputs_bounded_below=positive,
+            fan_in=fan_in, width=width, gamma_min=gamma_min, gamma_max=1.0, inputs_bounded_below=positive,
             noised=noised,
         )
         for fan_in, width, positive, noised in sizes
-    )
+    )  # fmt: skip
     return PublishedPdfa(
         layers=layers, batch_size=256, steps=15 * 210, sigma=sigma, tau_b=1.0, tau_h_min=1.0, tau_h_max=1.0
     )

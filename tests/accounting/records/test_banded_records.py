@@ -19,13 +19,9 @@ from opusim.accounting.mechanism import mechanism_from_json
 from opusim.accounting.mechanisms.records import RecordReplaced
 
 RUN = RecordCentral(
-    noise_multiplier=2.0,
-    sampling_probability=0.05,
-    clip_norm=0.7,
-    divisor=100,
-    steps=42,
+    noise_multiplier=2.0, sampling_probability=0.05, clip_norm=0.7, divisor=100, steps=42,
     correlation=(0.8, 0.5, 0.3),
-)
+)  # fmt: skip
 STEPS, NOISE, Q = 4, 1.3, 0.35
 COEFFICIENTS = (0.8, 0.6)
 """Of the exact examples, over four steps of two subsets."""
@@ -40,13 +36,10 @@ def dense(coefficients: tuple[float, ...], steps: int) -> np.ndarray:
     return sum(np.eye(steps, k=-back) * c for back, c in enumerate(coefficients))
 
 
-@pytest.mark.parametrize(
-    ("correlation", "steps"),
-    [
-        *(((0.8, 0.5, 0.3), 2), ((0.8, 0.5, 0.3), 43), ((1.0, 0.9, 0.8, 0.7), 13)),
-        pytest.param((2.0, 0.0, -1.5), 42, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("correlation", "steps"), [
+    *(((0.8, 0.5, 0.3), 2), ((0.8, 0.5, 0.3), 43), ((1.0, 0.9, 0.8, 0.7), 13)),
+    pytest.param((2.0, 0.0, -1.5), 42, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_epsilon_is_another_accountants_at_the_dense_sensitivity(correlation: tuple, steps: int) -> None:
     found = only(replace(RUN, correlation=correlation, steps=steps))
     bands = len(correlation)

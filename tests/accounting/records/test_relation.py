@@ -112,14 +112,11 @@ def test_replaced_records_have_no_relation_to_choose() -> None:
     assert only(replaced).epsilon > only(record(NULL)).epsilon
 
 
-@pytest.mark.parametrize(
-    "mechanism",
-    [
-        lambda r: PoissonGaussian(noise_multiplier=1.1, sampling_probability=0.05, steps=40, adjacency=r),
-        lambda relation: Gaussian(noise_multiplier=4.0, steps=3, adjacency=relation),
-        lambda relation: PoissonLaplace(scale=2.0, sampling_probability=0.05, steps=9, adjacency=relation),
-    ],
-)
+@pytest.mark.parametrize("mechanism", [
+    lambda r: PoissonGaussian(noise_multiplier=1.1, sampling_probability=0.05, steps=40, adjacency=r),
+    lambda relation: Gaussian(noise_multiplier=4.0, steps=3, adjacency=relation),
+    lambda relation: PoissonLaplace(scale=2.0, sampling_probability=0.05, steps=9, adjacency=relation),
+])  # fmt: skip
 def test_standard_mechanisms_take_zero_out_too(mechanism: Callable[[Adjacency], Mechanism]) -> None:
     added, null = only(mechanism(ADDED)), only(mechanism(NULL))
     assert (added.epsilon, null.adjacency) == (null.epsilon, NULL)

@@ -11,15 +11,10 @@ def divergences(update_noise: float, loss_noise: float, *, selective: bool) -> t
     """Return the Renyi divergence of order 2 of one released update, and what is charged for it.
 
     Both data sets differ in one record, which is in every batch. Its clipped gradient moves the update w by 1, and it
-    moves the clipped change of the loss, which is -1 or 1, from 1 to -1 where w > c and from -1 to 1 elsewhere. An
-    update is accepted if that change plus N(0, (2 loss_noise)^2) is below -1. The largest divergence over c is
-    returned.
-
-    Args:
-        update_noise: Standard deviation of the noise on w.
-        loss_noise: Noise on the loss over the width 2 of its range.
-        selective: Whether w is drawn until it is accepted, and nothing else is released; otherwise w and whether it
-            would be accepted are released once.
+    moves the clipped change of the loss, which is -1 or 1, from 1 to -1 where w > c and from -1 to 1 elsewhere. w has
+    noise of `update_noise`. An update is accepted if that change plus N(0, (2 loss_noise)^2) is below -1. If
+    `selective`, w is drawn until it is accepted, and nothing else is released; otherwise w and whether it would be
+    accepted are released once. The largest divergence over c is returned.
     """
     w = np.linspace(-80.0, 81.0, 40001)
     likely, unlikely = (float(ndtr((THRESHOLD - change) / (2 * loss_noise))) for change in (-1.0, 1.0))
@@ -46,17 +41,13 @@ def divergences(update_noise: float, loss_noise: float, *, selective: bool) -> t
 
 @pytest.mark.parametrize("update_noise", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("loss_noise", [1.0, 2.0])
-def test_an_update_that_is_drawn_until_accepted_releases_more_than_is_charged(
-    update_noise: float, loss_noise: float
-) -> None:
+def test_updates_drawn_until_accepted_release_more_than_paid(update_noise: float, loss_noise: float) -> None:
     released, charged = divergences(update_noise, loss_noise, selective=True)
     assert released > 1.3 * charged
 
 
 @pytest.mark.parametrize("update_noise", [1.0, 2.0, 4.0])
 @pytest.mark.parametrize("loss_noise", [1.0, 2.0])
-def test_an_update_that_is_drawn_once_releases_what_is_charged_at_most(
-    update_noise: float, loss_noise: float
-) -> None:
+def test_updates_drawn_once_release_at_most_what_is_paid(update_noise: float, loss_noise: float) -> None:
     released, charged = divergences(update_noise, loss_noise, selective=False)
     assert 0.3 * charged < released <= charged

@@ -13,15 +13,9 @@ from opusim.accounting.mechanisms.ulr import PublishedUlr, admissible, published
 
 DELTA = 1e-5
 PAPER = PublishedUlr(
-    target_std=4.0,
-    sampling_probability=1 / 120,
-    n_records=60_000,
-    min_batch_size=500,
-    modules=4,
-    largest_module=128 * 785,
-    sampled=True,
-    steps=3000,
-)
+    target_std=4.0, sampling_probability=1 / 120, n_records=60_000, min_batch_size=500, modules=4,
+    largest_module=128 * 785, sampled=True, steps=3000,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("target", "value"), [(0.5, 11.3), (1, 5.68), (2, 3.18), (4, 2.01), (8, 1.44)])
@@ -51,15 +45,12 @@ def test_conditions_on_alpha_are_kept_to() -> None:
     assert not admissible(PAPER, 256.0)
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"target_std": 2.0}, "sigma_0 >= 4"),
-        ({"sampling_probability": 0.3, "n_records": 6000}, "q <= 1/5"),
-        ({"min_batch_size": 501}, "N_B <= q N"),
-        ({"sampled": False}, "sampled independently"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "name"), [
+    ({"target_std": 2.0}, "sigma_0 >= 4"),
+    ({"sampling_probability": 0.3, "n_records": 6000}, "q <= 1/5"),
+    ({"min_batch_size": 501}, "N_B <= q N"),
+    ({"sampled": False}, "sampled independently"),
+])  # fmt: skip
 def test_each_condition_that_fails_is_named(changes: dict[str, object], name: str) -> None:
     _, claimed = guarantees([replace(PAPER, **changes)], delta=DELTA)
     assert claimed.epsilon == math.inf

@@ -1,59 +1,48 @@
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from opusim.calibration.reading_noise import independence_p_values, shape_p_values
 from opusim.calibration.recorded import read_frames
 from opusim.calibration.recorded_transfer import reduced
 from opusim.calibration.report import _CAUSES
-from opusim.cli import app
 from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
+from tests.opusim.common import device_refuses, run_device
 from tests.oracles.sensor_frames import Pixels, Sensor, recording
 
 pytestmark = pytest.mark.compiled
 
-RUNNER = CliRunner(env={"COLUMNS": "160"})
 SMALL = ["--outputs", "600", "--inputs", "8", "--frames", "12", "--readings", "60"]
 
 
 def test_a_camera_is_calibrated_and_checked(tmp_path: Path) -> None:
-    words = ["calibrate", "camera_low_light", "--out", str(tmp_path), *SMALL, "--warm-c", "40"]
-    result = RUNNER.invoke(app, words)
-    assert result.exit_code == 0, result.output
+    told = run_device("calibrate", "camera_low_light", "--out", tmp_path, *SMALL, "--warm-c", "40")
     words = ("gain_dn_per_e", "DN/e⁻", "doubling_k", "certified noise: photon count")
-    assert all(word in result.stdout for word in words)
+    assert all(word in told for word in words)
     assert (tmp_path / "report.html").stat().st_size > 20_000
     certificate = tmp_path / "camera_low_light.certificate.toml"
-    words = ["check", "camera_low_light", str(certificate), "--frames", "12", "--readings", "60"]
-    checked = RUNNER.invoke(app, words)
-    assert checked.exit_code == 0, checked.output
-    assert "the certified noise is there" in checked.stdout
-    other = RUNNER.invoke(app, ["check", "camera", str(certificate)])
-    assert isinstance(other.exception, ConfigError)
+    told = run_device("check", "camera_low_light", certificate, "--frames", "12", "--readings", "60")
+    assert "the certified noise is there" in told
+    device_refuses(ConfigError, "is that of 'camera_low_light'", "check", "camera", certificate)
 
 
-def test_a_calibration_without_a_law_ends_with_3_and_a_check_fails_where_noise_is_gone(
-    tmp_path: Path,
-) -> None:
-    result = RUNNER.invoke(app, ["calibrate", "ideal", "--out", str(tmp_path), *SMALL])
-    assert result.exit_code == 3, result.output
+def test_a_calibration_without_a_law_ends_with_3_and_a_check_finds_lost_noise(tmp_path: Path) -> None:
+    found = run_device("calibrate", "ideal", "--out", tmp_path, *SMALL, code=3)
     told = "each output is Gaussian (constant outputs): does not hold (few electrons, rare jumps, clipping"
-    assert result.stdout.count("each output is Gaussian") == 1
-    assert told in result.stdout
-    assert "training needs no law" not in result.stdout
+    assert found.count("each output is Gaussian") == 1
+    assert told in found
+    assert "training needs no law" not in found
     assert (tmp_path / "ideal.certificate.toml").exists()
-    RUNNER.invoke(app, ["calibrate", "gaussian", "--out", str(tmp_path), *SMALL])
+    run_device("calibrate", "gaussian", "--out", tmp_path, *SMALL)
     certificate = tmp_path / "gaussian.certificate.toml"
-    text = certificate.read_text()
-    line = next(line for line in text.splitlines() if line.startswith("std = "))
-    certificate.write_text(text.replace(line, "std = 0.3"))
-    result = RUNNER.invoke(app, ["check", "gaussian", str(certificate), "--readings", "60"])
-    assert isinstance(result.exception, NoiseBelowCertificate)
+    certificate.write_text(re.sub("^std = .*", "std = 0.3", certificate.read_text(), flags=re.MULTILINE))
+    words = ("check", "gaussian", certificate, "--readings", "60")
+    device_refuses(NoiseBelowCertificate, "standard deviation is at most", *words)
 
 
 def test_every_test_of_readings_has_its_cause() -> None:
@@ -65,21 +54,17 @@ def test_every_test_of_readings_has_its_cause() -> None:
 
 def test_frames_are_recorded(tmp_path: Path) -> None:
     out = tmp_path / "frames"
-    result = RUNNER.invoke(app, ["record", "camera", "--out", str(out), "--outputs", "400", "--steps", "5"])
-    assert result.exit_code == 0, result.output
-    assert ": 52 images of 20 x 20 pixels, 8 bits" in result.stdout.replace("\n", "")
+    told = run_device("record", "camera", "--out", out, "--outputs", "400", "--steps", "5")
+    assert ": 52 images of 20 x 20 pixels, 8 bits" in told.replace("\n", "")
     assert len(list((out / "images").iterdir())) == 52
-    refused = RUNNER.invoke(app, ["record", "gaussian", "--out", str(tmp_path / "none")])
-    assert isinstance(refused.exception, ConfigError)
+    device_refuses(ConfigError, "gaussian", "record", "gaussian", "--out", tmp_path / "none")
 
 
 def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
     np.savez(tmp_path / "frames.npz", **recording(Sensor(), np.random.default_rng(3), shape=(24, 40)))
     out = tmp_path / "bench"
-    words = ["calibrate", "camera_low_light", "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
-    result = RUNNER.invoke(app, [*words, "--temperature-c", "30", "--title", "My bench"])
-    assert result.exit_code == 0, result.output
-    told = " ".join(result.stdout.split())
+    words = ("calibrate", "camera_low_light", "--recorded", tmp_path / "frames.npz", "--out", out)
+    told = " ".join(run_device(*words, "--temperature-c", "30", "--title", "My bench").split())
     assert ".npz file of arrays, 120 frames of 960 pixels at 20 levels, 12 bits" in told
     assert "gain_dn_per_e" in (out / "camera.txt").read_text()
     assert (out / "camera.png").stat().st_size > 20_000
@@ -105,31 +90,27 @@ def test_recorded_frames_become_a_description_in_use(tmp_path: Path) -> None:
         assert device.exposure.sensor.read_noise_e == found.camera.sensor.read_noise_e
 
     # measured again, the bench's own description keeps its sources
-    again = ["calibrate", str(path), "--recorded", str(tmp_path / "frames.npz"), "--out", str(out)]
-    assert RUNNER.invoke(app, again).exit_code == 0
+    run_device("calibrate", path, "--recorded", tmp_path / "frames.npz", "--out", out)
     twice = load_description(out / "camera_low_light_measured_measured.toml")
     assert twice.provenance["camera.light.exposure_us"] == kept
 
 
 @pytest.mark.parametrize(("widths", "is_used"), [(0.5, True), (2.0, False)])
-def test_a_quantum_efficiency_whose_limits_hold_1_becomes_1(
-    widths: float, is_used: bool, tmp_path: Path
-) -> None:
+def test_a_quantum_efficiency_with_1_in_its_limits_is_1(widths: float, is_used: bool, tmp_path: Path) -> None:
     """Photons are scaled so that the estimate lies above 1 by half of, or twice, the distance to its lower limit."""
     arrays, frames = recording(Sensor(), np.random.default_rng(3), shape=(24, 40)), tmp_path / "frames.npz"
     np.savez(frames, **arrays)
     found = reduced(read_frames(frames)).estimates(0.95)["quantum_efficiency"]
     wanted = 1 + widths * (found.value - found.low) / found.value
     np.savez(frames, **arrays | {"flat_photons": arrays["flat_photons"] * found.value / wanted})
-    words = ["calibrate", "camera_low_light", "--recorded", str(frames), "--out", str(tmp_path)]
-    result = RUNNER.invoke(app, words)
+    words = ("calibrate", "camera_low_light", "--recorded", frames, "--out", tmp_path)
     if is_used:
-        assert result.exit_code == 0, result.output
+        run_device(*words)
         description = load_description(tmp_path / "camera_low_light_measured.toml")
         assert description.camera.light.quantum_efficiency == 1
     else:
-        assert isinstance(result.exception, ConfigError)
-        assert "camera.light.quantum_efficiency: must be more than 0 and at most 1" in str(result.exception)
+        told = "camera.light.quantum_efficiency: must be more than 0 and at most 1"
+        device_refuses(ConfigError, told, *words)
     remarks = json.loads((tmp_path / "camera.json").read_text())["remarks"]
     assert any(remark.endswith("a description takes 1") for remark in remarks) is is_used
 
@@ -138,18 +119,11 @@ def test_the_described_dark_charge_is_not_counted_twice(tmp_path: Path) -> None:
     # 20 s of exposure at 30 electrons a second: 600 electrons in every dark frame
     rng, sensor = np.random.default_rng(5), Sensor(read=5.0, dark_spread=1e-3)
     pixels, light = Pixels(sensor, rng, (60, 80)), np.linspace(200, 4000, 8)
-    arrays = {
-        "dark": pixels.take(0.0, 20.0, 8)[None],
-        "flat": np.stack([pixels.take(photons, 20.0, 8) for photons in light]),
-        "dark_exposure_us": np.array([2e7]),
-        "flat_exposure_us": np.full(8, 2e7),
-        "flat_photons": light,
-        "bits": np.array(12),
-    }
-    np.savez(tmp_path / "frames.npz", **arrays)
-    words = ["calibrate", "camera_low_light", "--recorded", str(tmp_path / "frames.npz")]
-    result = RUNNER.invoke(app, [*words, "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
+    dark = pixels.take(0.0, 20.0, 8)[None]
+    flat = np.stack([pixels.take(photons, 20.0, 8) for photons in light])
+    exposures = {"dark_exposure_us": np.array([2e7]), "flat_exposure_us": np.full(8, 2e7)}
+    np.savez(tmp_path / "frames.npz", dark=dark, flat=flat, flat_photons=light, bits=12, **exposures)
+    run_device("calibrate", "camera_low_light", "--recorded", tmp_path / "frames.npz", "--out", tmp_path)
     found = load_description(tmp_path / "camera_low_light_measured.toml")
     limits = json.loads((tmp_path / "camera.json").read_text())["constants"]
     width = limits["black_level_dn"]["high"] - limits["black_level_dn"]["low"]
@@ -162,13 +136,10 @@ def test_the_described_dark_charge_is_not_counted_twice(tmp_path: Path) -> None:
 
 def test_a_recorded_folder_is_calibrated_without_a_name(tmp_path: Path) -> None:
     folder = tmp_path / "frames"
-    recorded = ["record", "camera_low_light", "--out", str(folder), "--outputs", "1600", "--steps", "10"]
-    assert RUNNER.invoke(app, recorded).exit_code == 0
-    result = RUNNER.invoke(app, ["calibrate", "--recorded", str(folder), "--out", str(tmp_path / "out")])
-    assert result.exit_code == 0, result.output
-    told = " ".join(result.stdout.split())
+    run_device("record", "camera_low_light", "--out", folder, "--outputs", "1600", "--steps", "10")
+    told = " ".join(run_device("calibrate", "--recorded", folder, "--out", tmp_path / "out").split())
     assert "EMVA 1288 folder, 72 frames of 1,600 pixels at 21 levels, 12 bits" in told
-    assert "to write a description, name the camera" in result.stdout
+    assert "to write a description, name the camera" in told
     gain = json.loads((tmp_path / "out" / "camera.json").read_text())["constants"]["gain_dn_per_e"]
     assert abs(gain["value"] - 1.0) < gain["high"] - gain["low"] < 0.2
     assert not list((tmp_path / "out").glob("*.toml"))
@@ -177,33 +148,23 @@ def test_a_recorded_folder_is_calibrated_without_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "NAME: --recorded: is missing too; name a device, or give frames in files"),
-        (["camera", "--bits", "8"], "--bits: --recorded: is missing, and this option is for frames in files"),
+        ([], "^NAME: --recorded: is missing too; name a device, or give frames in files"),
         (
-            ["--recorded", "x", "--warm-c", "40"],
-            "--warm-c: --recorded: is given, and this option is for a device",
+            ["camera", "--bits", "8"],
+            "^--bits: --recorded: is missing, and this option is for frames in files",
         ),
-        (
-            ["gaussian", "--recorded", "x"],
-            "gaussian: kind: 'gaussian' has no camera; name a camera, or nothing",
-        ),
-        (["camera", "--recorded", "none"], "none: --recorded: is not there"),
+        (["--recorded", "x", "--warm-c", "40"], "^--warm-c: --recorded: is given, .* option is for a device"),
+        (["gaussian", "--recorded", "x"], "^gaussian: kind: 'gaussian' has no camera; name a camera, or"),
+        (["camera", "--recorded", "none"], "^none: --recorded: is not there"),
     ],
 )
 def test_options_that_do_not_belong_together_are_refused(words: list[str], told: str, tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, ["calibrate", *words, "--out", str(tmp_path / "out")])
-    assert isinstance(result.exception, ConfigError)
-    assert str(result.exception).startswith(told)
+    device_refuses(ConfigError, told, "calibrate", *words, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_temperature_is_shown_against_noise_and_back(tmp_path: Path) -> None:
-    figure = tmp_path / "curve.png"
-    call = ["temperature", "camera_low_light", "--outputs", "300", "--std", "0.6", "--figure", str(figure)]
-    result = RUNNER.invoke(app, call)
-    assert result.exit_code == 0, result.output
-    assert "needs" in result.stdout
+    words, figure = ("--outputs", "300", "--std"), tmp_path / "curve.png"
+    assert "needs" in run_device("temperature", "camera_low_light", *words, "0.6", "--figure", figure)
     assert figure.stat().st_size > 5000
-    refused = RUNNER.invoke(app, ["temperature", "camera", "--outputs", "300", "--std", "9"])
-    assert isinstance(refused.exception, ValueError)
-    assert "cannot be reached by temperature" in str(refused.exception)
+    device_refuses(ValueError, "cannot be reached by temperature", "temperature", "camera", *words, "9")

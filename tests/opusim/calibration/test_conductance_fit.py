@@ -1,6 +1,7 @@
 """Fits of memory devices to measurements: constants, limits, faults that must be noticed, and the command."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from opusim.calibration.conductance_fit import ConductanceFit, Measurements, Shape, fit, read_measurements
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError
+from tests.opusim.common import refuses
 from tests.support.command import opusim
 
 SURE = 5.0
@@ -126,10 +128,8 @@ def test_limits_cover_the_constants() -> None:
 
 def written(path: Path, data: Measurements) -> Path:
     lines = ["device,conductance_us,programmed_us,time_s"]
-    lines += [
-        f"d{d},{25 * g:.5f},{25 * v:.5f},{t:g}"
-        for d, g, v, t in zip(data.device, data.target, data.value, data.time_s, strict=True)
-    ]
+    columns = data.device, data.target, data.value, data.time_s
+    lines += [f"d{d},{25 * g:.5f},{25 * v:.5f},{t:g}" for d, g, v, t in zip(*columns, strict=True)]
     path.write_text("\n".join(lines))
     return path
 
@@ -194,25 +194,14 @@ def test_a_description_of_another_law_is_written_by_force(tmp_path: Path) -> Non
 def test_what_is_no_measurement_is_refused_by_name(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "readings.csv"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_measurements(path)
+    refuses(ConfigError, message, read_measurements, path)
 
 
-def test_a_target_above_the_largest_conductance_is_refused(tmp_path: Path) -> None:
+def test_targets_above_the_largest_and_readings_in_other_units_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "readings.csv"
     path.write_text("conductance,programmed,time\n" + "5,5,1\n" * 20)
-    with pytest.raises(ConfigError, match="conductance_us: 5 exceeds g_max_us = 4; raise g_max_us"):
-        read_measurements(path, 4.0)
-
-
-def test_readings_in_other_units_are_refused(tmp_path: Path) -> None:
+    refuses(ConfigError, "conductance_us: 5 .* g_max_us = 4; raise g_max_us", read_measurements, path, 4.0)
     data = devices(30, 6)
-    with pytest.raises(ConfigError, match=r"are 25 times the targets|are 2[3-7]\.?\d* times the targets"):
-        fit(
-            Measurements(
-                target=data.target, value=25 * data.value, time_s=data.time_s, factor=None, device=data.device
-            ),
-            replicates=20,
-        )
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_measurements(tmp_path / "none.csv")
+    other = replace(data, value=25 * data.value)
+    refuses(ConfigError, r"are 2[3-7]\.?\d* times the targets", fit, other, replicates=20)
+    refuses(ConfigError, "cannot be read", read_measurements, tmp_path / "none.csv")

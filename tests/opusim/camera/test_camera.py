@@ -16,6 +16,7 @@ from opusim.camera.stages import fill_counts, fill_numbers
 from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseUnknown
+from tests.opusim.common import SILENT, covariance_of_media, refuses, ternary, z_of_variance
 from tests.oracles import naive_camera
 
 
@@ -42,7 +43,7 @@ def test_the_counts_law_is_within_the_stated_distance(rate: float) -> None:
     assert total_variation(rate) < 1e-6
 
 
-def test_counts_equal_the_naive_twins(seed: int) -> None:
+def test_counts_equal_the_naive_twins_and_grow_with_rate_and_w(seed: int) -> None:
     random = np.random.default_rng(seed)
     w = random.standard_normal(4000).astype(np.float32)
     rates = random.exponential(80.0, 4000)
@@ -51,18 +52,14 @@ def test_counts_equal_the_naive_twins(seed: int) -> None:
     pairs = zip(rates, w.astype(float), strict=True)
     wrong = counts != [naive_camera.count(rate, value) for rate, value in pairs]
     assert not np.any(wrong)
-
-
-def test_counts_grow_with_the_rate_and_with_w_to_nine_standard_deviations() -> None:
     w = np.linspace(-5, 5, 1001)
     for rate in (0.3, 12.0, 80.0):
         assert np.all(np.diff(counts_at(rate, w)) >= 0)
     low, high = counts_at(11.9999, w), counts_at(12.0001, w)
     assert np.mean(low != high) < 0.01  # no seam where the method changes
     assert np.all(counts_at(0.0, w) == 0)
-    assert counts_at(20.0, np.array([ndtri(1e-12)]))[0] == poisson.ppf(
-        ndtr(float(np.float32(ndtri(1e-12)))), 20
-    )
+    far = ndtri(1e-12)
+    assert counts_at(20.0, np.array([far]))[0] == poisson.ppf(ndtr(float(np.float32(far))), 20)
     assert counts_at(20.0, np.array([9.4]))[0] < 400
 
 
@@ -100,6 +97,9 @@ WINDOW = {"n_inputs": 4, "n_outputs": 50}
 EXACT = {"anchor": {"frames": 0}}
 
 
+LIGHT = {"anchor_flux_per_s": 125.0, "exposure_us": 100_000, "bias_flux_per_s": 10.0}
+
+
 @pytest.mark.parametrize(
     ("point", "described"),
     [
@@ -111,10 +111,7 @@ EXACT = {"anchor": {"frames": 0}}
         (OperatingPoint(bias_e=2.7), {"light": {"bias_flux_per_s": 2.7 / 0.8 / 0.2}}),
         (
             OperatingPoint(temperature_c=0.0, light=0.1, exposure=0.5, bias_e=1.6),
-            {
-                "light": {"anchor_flux_per_s": 125.0, "exposure_us": 100_000, "bias_flux_per_s": 10.0},
-                "dark": {"temperature_c": 0.0},
-            },
+            {"light": LIGHT, "dark": {"temperature_c": 0.0}},
         ),
     ],
 )
@@ -128,16 +125,21 @@ def test_a_point_is_the_device_described_so(point: OperatingPoint, described: di
         assert law.dark_e(point) == pytest.approx(device.exposure.dark_current_e)
 
 
-def test_a_points_numbers_are_checked() -> None:
+def test_what_has_no_law_or_lies_out_of_range_is_refused() -> None:
     for wrong in ({"light": 0.0}, {"exposure": -1.0}, {"bias_e": -0.1}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            OperatingPoint(**wrong)
+        refuses(ValueError, next(iter(wrong)), OperatingPoint, **wrong)
     silent = EXACT | {"sensor": {"shot_noise": False}}
-    with (
-        open_device("camera_low_light", **WINDOW, camera=silent) as device,
-        pytest.raises(ConfigError, match="counts have no law; switch it on"),
-    ):
-        device.count_law(X)
+    with open_device("camera_low_light", **WINDOW, camera=silent) as device:
+        refuses(ConfigError, "counts have no law; switch it on", device.count_law, X)
+    moving = EXACT | {"drift": {"decorrelation_s": 1e5, "seconds_per_step": 1.0}}
+    with open_device("camera_low_light", **WINDOW, camera=moving) as device:
+        refuses(NoiseUnknown, "its medium drifts", device.count_law, X)
+    with drifting() as device:
+        assert device.stated_noise is None
+        refuses(NoiseUnknown, "its medium drifts", lambda: device.noise)
+    with drifting(n_outputs=20) as device:
+        refuses(ValueError, "decorrelation times: must lie in", device.drift_to, (MOST_TAU + 1) * TAU_S)
+    refuses(ValueError, "time = -1", grid_point, -1.0)
 
 
 def test_no_guarantee_rests_on_ambient_light() -> None:
@@ -153,67 +155,40 @@ def test_no_guarantee_rests_on_ambient_light() -> None:
     assert law.std(point) > dark.std(point)
 
 
-def test_a_medium_that_moves_has_no_fixed_rates_and_no_boxes() -> None:
-    moving = EXACT | {"drift": {"decorrelation_s": 1e5, "seconds_per_step": 1.0}}
-    with (
-        open_device("camera_low_light", **WINDOW, camera=moving) as device,
-        pytest.raises(NoiseUnknown, match="its medium drifts"),
-    ):
-        device.count_law(X)
-    with drifting() as device:
-        assert device.stated_noise is None
-        with pytest.raises(NoiseUnknown, match="its medium drifts"):
-            _ = device.noise
-
-
 GRID = list(product([2.0, 20.0, 200.0], [0.7, 2.7], [0.0, 25.0, 55.0], [12, 16]))[::5]
 """Exposure [ms], gain [DN/e-], temperature [degrees Celsius], bits of the converter."""
 
 
 def open_at(exposure_ms: float, gain: float, temperature_c: float, bits: int, seed: int, **sensor: object):
-    camera = {
-        "light": {"exposure_us": 1e3 * exposure_ms},
-        "sensor": {"gain_dn_per_e": gain, "adc_bits": bits, "full_well_e": 4e5, **sensor},
-        "dark": {"temperature_c": temperature_c},
-        "anchor": {"frames": 0},
-    }
+    camera = {"light": {"exposure_us": 1e3 * exposure_ms}, "dark": {"temperature_c": temperature_c}}
+    camera["sensor"] = {"gain_dn_per_e": gain, "adc_bits": bits, "full_well_e": 4e5, **sensor}
+    camera["anchor"] = {"frames": 0}
     return open_device("camera_low_light", n_inputs=20, n_outputs=600, seed=seed, camera=camera)
 
 
-def z_of_variance(values: np.ndarray, variance: np.ndarray) -> float:
-    """Standard errors between the mean squared deviation and its law's, from the sample's own fourth moment."""
-    square = np.square(values - values.mean(axis=0)) * len(values) / (len(values) - 1) / variance
-    return float((square.mean() - 1) / (square.std() / np.sqrt(square.size)))
-
-
 @pytest.mark.compiled
-@pytest.mark.parametrize(("exposure_ms", "gain", "temperature_c", "bits"), GRID)
-def test_a_frames_variance_is_the_closed_form(
-    exposure_ms: float, gain: float, temperature_c: float, bits: int, seed: int
-) -> None:
-    with open_at(exposure_ms, gain, temperature_c, bits, seed) as device:
+@pytest.mark.parametrize("point", GRID)
+def test_a_frames_variance_is_the_closed_form(point: tuple, seed: int) -> None:
+    exposure_ms, gain, temperature_c, _ = point
+    with open_at(*point, seed) as device:
         dn = device.flat_frames(200, photons=60.0).astype(float)
         dark = 30.0 * 2 ** ((temperature_c - 25) / 6.5) * exposure_ms * 1e-3
         rate = 0.8 * 60 * device.exposure.response + dark
         variance = gain**2 * (rate + 1.6**2) + 1 / 12
-        assert abs(z_of_variance(dn, variance)) < 5
-        assert abs(z_of_variance(dn, variance * 1.1)) > 5
+        assert abs(z_of_variance(dn, variance)) < 5 < abs(z_of_variance(dn, variance * 1.1))
         mean = dn.mean(0) - 100 - gain * (rate + device.exposure.offset_e)
         assert abs(mean.mean()) < 5 * np.sqrt(variance.mean() / dn.size)
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(("exposure_ms", "gain", "temperature_c", "bits"), GRID)
-def test_a_readings_variance_is_that_of_the_formula(
-    exposure_ms: float, gain: float, temperature_c: float, bits: int, seed: int
-) -> None:
-    x = torch.randint(-1, 2, (1, 20), generator=torch.Generator().manual_seed(seed)).float()
-    with open_at(exposure_ms, gain, temperature_c, bits, seed) as device:
+@pytest.mark.parametrize("point", GRID)
+def test_a_readings_variance_is_that_of_the_formula(point: tuple, seed: int) -> None:
+    exposure_ms, gain, temperature_c, _ = point
+    x = ternary(1, 20, seed)
+    with open_at(*point, seed) as device:
         y = device.project(x.repeat(300, 1)).double().numpy()
         variance = device.reading_variance(x).numpy()
-        frames = torch.cat(
-            [x.clamp(min=0), 1 - x.clamp(min=0), x.neg().clamp(min=0), 1 - x.neg().clamp(min=0)]
-        )
+        frames = torch.cat([x > 0, x <= 0, x < 0, x >= 0]).float()
         field = device.speckle.fields(frames).double().numpy()
         share = device.speckle.anchor - device.speckle.fields(torch.ones(1, 20)).double().numpy()[:, 0]
         field[:, 1::2] += share[:, None, :]  # reference mirrors are on in complements
@@ -223,8 +198,7 @@ def test_a_readings_variance_is_that_of_the_formula(
         four = gain * gain * electrons.sum(0) + 4 * (gain**2 * (dark + 1.6**2) + 1 / 12)
         expected = four / (4 * anchor) * device.recovery.column_norm**2
     np.testing.assert_allclose(variance[0], expected, rtol=1e-5)
-    assert abs(z_of_variance(y, expected)) < 5
-    assert abs(z_of_variance(y, expected * 1.1)) > 5
+    assert abs(z_of_variance(y, expected)) < 5 < abs(z_of_variance(y, expected * 1.1))
 
 
 @pytest.mark.compiled
@@ -243,9 +217,8 @@ STARTS = (0.0, 2.7, 37.3, 1000.9)
 
 
 def drifting(n_inputs: int = 60, n_outputs: int = 500) -> CameraDevice:
-    silent = {"shot_noise": False, "full_well_e": None, "read_noise_e": 0.0, "adc_bits": None}
     drift = {"decorrelation_s": TAU_S, "seconds_per_step": 1.0}
-    camera = {"sensor": silent, "anchor": {"frames": 0}, "drift": drift}
+    camera = {"sensor": SILENT, "anchor": {"frames": 0}, "drift": drift}
     return open_device("camera", n_inputs=n_inputs, n_outputs=n_outputs, camera=camera)
 
 
@@ -255,31 +228,20 @@ def entries(device: CameraDevice, time: float) -> np.ndarray:
     return device.speckle.fields(torch.eye(device.n_inputs)).double().numpy().ravel()
 
 
-def inner(one: int, other: int) -> float:
-    """Covariance of the medium at two grid points, exact: media of different epochs are independent."""
-    left, right = dict(medium_weights(one)), dict(medium_weights(other))
-    return sum(weight * right.get(epoch, 0.0) for epoch, weight in left.items())
-
-
-def test_every_two_grid_points_have_the_correlation_of_the_law(seed: int) -> None:
+def test_grid_points_have_the_correlation_of_the_law_and_move_it_little(seed: int) -> None:
     random = np.random.default_rng(seed)
     points = [grid_point(start + lag) for start in STARTS for lag in (0.0, 1e-3, *LAGS)]
     points += [int(point) for point in random.integers(0, 2**31, 20)]
     points += [point + 1 for point in points]
     for one in points:
-        assert inner(one, one) == pytest.approx(1, abs=1e-9)
+        assert covariance_of_media(one, one) == pytest.approx(1, abs=1e-9)
         assert len(medium_weights(one)) <= 18
         for other in points:
             expected = math.exp(-abs(one - other) / STEPS_PER_TAU)
-            assert inner(one, other) == pytest.approx(expected, abs=1.5e-7)
-
-
-def test_the_grid_moves_the_correlation_by_no_more_than_stated(seed: int) -> None:
+            assert covariance_of_media(one, other) == pytest.approx(expected, abs=1.5e-7)
     times = np.random.default_rng(seed).uniform(0, 5, 200)
-    apart = [
-        inner(grid_point(a), grid_point(b)) - math.exp(-abs(a - b))
-        for a, b in zip(times[::2], times[1::2], strict=True)
-    ]
+    pairs = zip(times[::2], times[1::2], strict=True)
+    apart = [covariance_of_media(grid_point(a), grid_point(b)) - math.exp(-abs(a - b)) for a, b in pairs]
     assert np.abs(apart).max() < 2.5e-4
 
 
@@ -300,13 +262,3 @@ def test_the_medium_is_stationary_and_decorrelates_by_the_law(start: float) -> N
         two = [math.exp(-start), math.exp(-start - lag)]
         frozen = two[0] * two[1] + math.sqrt((1 - two[0] ** 2) * (1 - two[1] ** 2))
         assert start * lag == 0 or abs(frozen - rho) > 5 * error + 2.5e-4
-
-
-def test_times_out_of_range_are_named() -> None:
-    with (
-        drifting(n_outputs=20) as device,
-        pytest.raises(ValueError, match="decorrelation times: must lie in"),
-    ):
-        device.drift_to((MOST_TAU + 1) * TAU_S)
-    with pytest.raises(ValueError, match="time = -1"):
-        grid_point(-1.0)

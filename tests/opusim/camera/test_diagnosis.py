@@ -16,20 +16,9 @@ Light = Callable[..., np.ndarray]
 class Instrument:
     """Frames of a sensor of gain 1 behind a random medium, and one fault.
 
-    Args:
-        seed: of medium and noise.
-        leak: amplitude of mirrors that are off.
-        stuck_on: mirrors that stay on.
-        stuck_off: mirrors that stay off.
-        moved: share of the medium's field that is another.
-        ambient_e: uniform light.
-        talk: share of the light to each neighbour.
-        light: of the laser.
-        rms: of its power from frame to frame.
-        dropped: share of black frames.
-        repeated: share of frames that repeat the one before.
-        dead: share of the outputs that see nothing.
-        hot: share of the outputs with 30 times the dark charge.
+    Of mirrors: leak (amplitude of those that are off), stuck_on, stuck_off. Of light: light, rms (of its power from
+    frame to frame), ambient_e, talk (share to each neighbour), moved (share of the field that is of another medium).
+    Shares of frames: dropped (black), repeated. Shares of outputs: dead, hot (30 times the dark charge).
     """
 
     def __init__(self, seed: int, **fault: Any) -> None:
@@ -38,9 +27,8 @@ class Instrument:
         medium = np.random.default_rng(seed)
         parts = medium.normal(size=(4, INPUTS + REFERENCE, OUTPUTS))
         moved = fault.get("moved", 0.0)
-        self._r = np.sqrt(1 - moved) * (parts[0] + 1j * parts[1]) + np.sqrt(moved) * (
-            parts[2] + 1j * parts[3]
-        )
+        field = parts[0::2] + 1j * parts[1::2]
+        self._r = np.sqrt(1 - moved) * field[0] + np.sqrt(moved) * field[1]
         self._place = np.linspace(0, 1, OUTPUTS, endpoint=False)
 
     def look(self) -> FrameLook:
@@ -116,9 +104,7 @@ def test_names_are_lost_without_what_they_rest_on(seed: int) -> None:
     """Planted: outputs in another order, so that neighbours are none; a medium that moves instead of the mirrors."""
     order = np.random.default_rng(seed).permutation(OUTPUTS)
     first, now = Instrument(seed).look(), Instrument(seed, talk=0.15).look()
-    mixed = [
-        changed(each, mean=each.mean[:, order], variance=each.variance[:, order]) for each in (first, now)
-    ]
+    mixed = [changed(a, mean=a.mean[:, order], variance=a.variance[:, order]) for a in (first, now)]
     found = diagnose(mixed[0], mixed[1], tolerated=0.01)
     assert found is None or "cross-talk" not in found[0]
     assert "stuck" not in name_of(seed, moved=0.1)

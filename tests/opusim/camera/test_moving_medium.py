@@ -22,33 +22,26 @@ from opusim.devices.camera import CameraDevice
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseUnknown
 from opusim.randomness.streams import SeededStream
+from tests.opusim.common import (
+    SILENT,
+    covariance_of_media,
+    refuses,
+    ternary,
+)
 
-SILENT = {"shot_noise": False, "full_well_e": None, "read_noise_e": 0.0, "adc_bits": None}
 FRAME_S = 0.21
 
 
 def moving(tau: float, seed: int, *, n_outputs: int = 1500, frames: int = 0, **camera: Any) -> CameraDevice:
     drift = {"decorrelation_s": tau, "seconds_per_step": 1.0, "within_call": True}
     projection = {"frames_per_projection": 2 * camera.get("reference_beam", {"steps": 2})["steps"]}
-    return open_device(
-        "camera_low_light",
-        n_inputs=10,
-        n_outputs=n_outputs,
-        seed=seed,
-        medium={"seed": seed},
-        frames=projection,
-        camera={"sensor": SILENT, "anchor": {"frames": frames}, "drift": drift} | camera,
-    )
+    settings = {"sensor": SILENT, "anchor": {"frames": frames}, "drift": drift} | camera
+    window = {"n_inputs": 10, "n_outputs": n_outputs, "seed": seed, "medium": {"seed": seed}}
+    return open_device("camera_low_light", frames=projection, camera=settings, **window)
 
 
-def ternary(rows: int, seed: int) -> torch.Tensor:
-    return torch.randint(-1, 2, (rows, 10), generator=torch.Generator().manual_seed(seed)).float()
-
-
-def inner(one: float, other: float) -> float:
-    """Covariance of the medium at two grid points, exact: media of different epochs are independent."""
-    left, right = dict(medium_weights(one)), dict(medium_weights(other))
-    return sum(weight * right.get(epoch, 0.0) for epoch, weight in left.items())
+def rows_of(rows: int, seed: int) -> torch.Tensor:
+    return ternary(rows, 10, seed)
 
 
 @pytest.mark.parametrize("end", [1e-6, 0.3, 5.0, 900.0])
@@ -71,11 +64,11 @@ def test_points_of_the_finer_grid_move_by_the_law(seed: int) -> None:
     for time in random.uniform(0, 40, 20):
         one = grid_point(float(time), PARTS_OF_A_STEP)
         assert len(medium_weights(one)) <= 30
-        assert inner(one, one) == pytest.approx(1, abs=1e-9)
+        assert covariance_of_media(one, one) == pytest.approx(1, abs=1e-9)
         for steps in (1 / PARTS_OF_A_STEP, 0.01, 3.7):
             other = one + round(steps * PARTS_OF_A_STEP) / PARTS_OF_A_STEP
             moved = -math.expm1(-(other - one) / STEPS_PER_TAU)
-            assert 1 - inner(one, other) == pytest.approx(moved, rel=1e-3, abs=1e-9)
+            assert 1 - covariance_of_media(one, other) == pytest.approx(moved, rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize("frame", [1e-6, 0.2])
@@ -120,9 +113,7 @@ def test_frames_of_successive_calls_follow_one_process(frame: float, seed: int) 
     assert np.abs(deviates(1.3)).max() > 5
 
 
-def simulated(
-    device: CameraDevice, x: torch.Tensor, rhos: Sequence[float], random: np.random.Generator
-) -> np.ndarray:
+def simulated(device: CameraDevice, x: torch.Tensor, rhos: Sequence[float], random: Any) -> np.ndarray:
     """Noise that a reading gets from a medium that keeps rhos from frame to frame, DN: each mirror, in own numpy."""
     entries = device.speckle.fields(torch.eye(10)).double().numpy()
     reference = (device.speckle.anchor - entries.sum(1)) / math.sqrt(10)
@@ -143,7 +134,7 @@ def simulated(
 
 @pytest.mark.parametrize("tau", [100.0, 1e3, 1e4])
 def test_readings_move_as_an_exact_simulation_does(tau: float, seed: int) -> None:
-    random, x = np.random.default_rng(seed), ternary(1, 5)
+    random, x = np.random.default_rng(seed), rows_of(1, 5)
     found: list[np.ndarray] = []
     simulations: dict[float, list[np.ndarray]] = {FRAME_S: [], FRAME_S / 2: []}
     with moving(tau, seed, n_outputs=1000) as device:
@@ -162,8 +153,7 @@ def test_readings_move_as_an_exact_simulation_does(tau: float, seed: int) -> Non
         error = math.hypot(got.std(), expected.std()) / math.sqrt(got.size)
         return float(abs(got.mean() - expected.mean()) / error)
 
-    assert standard_errors(FRAME_S) < 5
-    assert standard_errors(FRAME_S / 2) > 5
+    assert standard_errors(FRAME_S) < 5 < standard_errors(FRAME_S / 2)
     assert math.sqrt(got.mean()) == pytest.approx(0.5 * (100 / tau) ** 0.5, rel=0.2)  # 0.489 in another
 
 
@@ -190,12 +180,11 @@ def test_a_hopping_laser_decorrelates_the_medium_by_a_poisson_number_of_hops(see
         found = np.array([hops.count(n) for n in range(some)]) / len(hops)
         return float(np.abs((found - law) / np.sqrt(law * (1 - law) / len(hops))).max())
 
-    assert deviates(mean) < 5
-    assert deviates(2 * mean) > 5
+    assert deviates(mean) < 5 < deviates(2 * mean)
 
 
 def test_readings_hop_as_an_exact_simulation_does(seed: int) -> None:
-    random, x, per_s = np.random.default_rng(seed), ternary(1, 5), 20.0
+    random, x, per_s = np.random.default_rng(seed), rows_of(1, 5), 20.0
     found: list[float] = []
     simulations: dict[float, list[float]] = {per_s: [], per_s / 2: []}
     with moving(1.0, seed, n_outputs=60, drift=HOPS | {"hops_per_s": per_s, "within_call": True}) as device:
@@ -213,8 +202,7 @@ def test_readings_hop_as_an_exact_simulation_does(seed: int) -> None:
         error = math.hypot(np.std(found), np.std(simulations[rate])) / math.sqrt(len(found))
         return float(abs(np.mean(found) - np.mean(simulations[rate])) / error)
 
-    assert standard_errors(per_s) < 5
-    assert standard_errors(per_s / 2) > 5
+    assert standard_errors(per_s) < 5 < standard_errors(per_s / 2)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -236,20 +224,19 @@ def test_readings_have_the_moments_that_the_twin_states(case: str, seed: int) ->
     with moving(100.0, seed, frames=2, **CASES[case]) as device:
         for number in range(3):
             device.drift_to(300.0 * number)
-            x = ternary(1, number)
+            x = rows_of(1, number)
             mean, variance = device.reading_mean(x), device.reading_variance(x)
             z = ((device.project(x).double() - mean) / variance.sqrt()).numpy()
             squares.append(z**2)
             means.append(z)
     ratio, error = np.mean(squares), np.std(squares) / math.sqrt(np.size(squares))
     common = {"power": 0.02, "grains": error * 5}.get(case, 0.0)  # outputs share it
-    assert abs(ratio - 1) < 5 * error + common
-    assert abs(ratio - 1.2) > 5 * error + common
+    assert abs(ratio - 1) < 5 * error + common < abs(ratio - 1.2)
     assert abs(np.mean(means)) < 5 / math.sqrt(np.size(means)) + 5 * common
 
 
 def test_steps_are_found_again_and_calls_share_the_time(seed: int) -> None:
-    x = ternary(6, 1)
+    x = rows_of(6, 1)
     anchored = {"decorrelation_s": 100.0, "seconds_per_step": 200.0, "within_call": True, "reanchor_steps": 2}
     with moving(100.0, seed, n_outputs=50, frames=3, drift=anchored) as device:
         kept = {}
@@ -286,20 +273,13 @@ def test_steps_are_found_again_and_calls_share_the_time(seed: int) -> None:
 def test_a_moving_medium_states_no_law_behind_cross_talk_and_impossible_hops_are_refused(seed: int) -> None:
     with moving(100.0, seed, n_outputs=40, pixels={"crosstalk": 0.02}) as device:
         assert device.stated_noise is None
-        with pytest.raises(NoiseUnknown, match="its medium drifts"):
-            _ = device.described_noise
-        with pytest.raises(NoiseUnknown, match="pixels.crosstalk mixes over pixels"):
-            device.reading_variance(ternary(1, 0))
-        assert device.project(ternary(2, 0)).shape == (2, 40)
+        refuses(NoiseUnknown, "its medium drifts", lambda: device.described_noise)
+        refuses(NoiseUnknown, "pixels.crosstalk mixes over pixels", device.reading_variance, rows_of(1, 0))
+        assert device.project(rows_of(2, 0)).shape == (2, 40)
     with pytest.raises(ConfigError, match="drift.within_call: must be a valid boolean, got 3"):
         moving(1.0, seed, drift={"decorrelation_s": 1.0, "seconds_per_step": 1.0, "within_call": 3})
-    with pytest.raises(ConfigError, match="hops_per_s, hop_pm and spectral_width_pm belong together"):
-        moving(1.0, seed, drift=HOPS)
+    refuses(ConfigError, "hop_pm and spectral_width_pm belong together", moving, 1.0, seed, drift=HOPS)
     hops, beam = HOPS | {"hops_per_s": 1.0}, {"flux_per_s": 5000.0, "steps": 4}
-    with pytest.raises(ConfigError, match="a hop turns the phase between field and reference beam"):
-        moving(1.0, seed, drift=hops, reference_beam=beam)
-    with (
-        moving(1.0, seed, n_outputs=20, drift=hops) as device,
-        pytest.raises(ValueError, match=r"some 2e\+07 hops come before.* lower drift.hops_per_s"),
-    ):
-        device.drift_to(2e7)
+    refuses(ConfigError, "a hop turns the phase", moving, 1.0, seed, drift=hops, reference_beam=beam)
+    with moving(1.0, seed, n_outputs=20, drift=hops) as device:
+        refuses(ValueError, r"some 2e\+07 hops come before.* lower drift.hops_per_s", device.drift_to, 2e7)

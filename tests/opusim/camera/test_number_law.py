@@ -1,22 +1,31 @@
-"""Numbers of a camera: the exact law of each, sums and likelihoods; moments against the exact law and frames."""
+"""Numbers of a camera: their exact laws, moments and likelihoods, and what a link of few bits leaves of them."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy.stats import norm, poisson
 
+from opusim.calibration.calibrate import calibrate
+from opusim.calibration.photon_transfer import Plan
 from opusim.camera.exposure import Exposure
+from opusim.camera.from_description import noise_line, number_rows
 from opusim.camera.stages import Sensor, number_law, spread_error
 from opusim.description.camera import LightSettings
+from opusim.description.schema import load_description
+from opusim.devices.camera import CameraDevice
+from opusim.devices.certificate import digest_of
 from opusim.devices.registry import open_device
+from opusim.errors import ConfigError
+from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
 from opusim.randomness.streams import SeededStream
+from tests.opusim.common import refuses, spent_by, z_of_variance
 
-SENSOR = Sensor(
-    gain_dn_per_e=1.0, shot_noise=True, full_well_e=4000.0, read_noise_e=1.6, black_level_dn=20.0, adc_bits=12
-)
+COUNTS = {"shot_noise": True, "full_well_e": 4000.0, "read_noise_e": 1.6, "black_level_dn": 20.0}
+SENSOR = Sensor(gain_dn_per_e=1.0, adc_bits=12, **COUNTS)
 SENSORS = [
     *(SENSOR, replace(SENSOR, gain_dn_per_e=0.3), replace(SENSOR, gain_dn_per_e=2.7, black_level_dn=0.0)),
     *(replace(SENSOR, read_noise_e=0.0), replace(SENSOR, full_well_e=12.0, adc_bits=5)),
@@ -41,14 +50,9 @@ def test_the_masses_have_the_exact_moments(sensor: Sensor) -> None:
 @pytest.mark.parametrize("sensor", SENSORS)
 def test_drawn_frames_have_the_masses(sensor: Sensor, seed: int) -> None:
     n = 40_000
-    exposure = Exposure(
-        light=LightSettings(anchor_flux_per_s=1.0, quantum_efficiency=1.0, exposure_us=1.0),
-        sensor=sensor,
-        mirrors=2,
-        dark_current_e=0.0,
-        response=np.ones(4),
-        offset_e=OFFSETS,
-    )
+    light = LightSettings(anchor_flux_per_s=1.0, quantum_efficiency=1.0, exposure_us=1.0)
+    fixed = {"dark_current_e": 0.0, "response": np.ones(4), "offset_e": OFFSETS}
+    exposure = Exposure(light=light, sensor=sensor, mirrors=2, **fixed)
     field = torch.from_numpy(np.sqrt(RATES[0] / exposure.gain_e).astype(np.float32))
     shown = torch.stack([field, torch.zeros(4)])[:, None, :].expand(2, n, -1)
     numbers = exposure.expose(shown, SeededStream(seed, "frames")).numpy()
@@ -65,8 +69,7 @@ def test_drawn_frames_have_the_masses(sensor: Sensor, seed: int) -> None:
         return float(worst)
 
     limit = norm.isf(norm.sf(5.0) / 400)
-    assert deviation(RATES) < limit
-    assert deviation(RATES * 1.2) > limit  # planted: 20 % more light
+    assert deviation(RATES) < limit < deviation(RATES * 1.2)  # planted: 20 % more light
 
 
 def test_sums_are_convolved_and_likelihoods_added(seed: int) -> None:
@@ -75,9 +78,7 @@ def test_sums_are_convolved_and_likelihoods_added(seed: int) -> None:
     codes = law.first + np.arange(law.masses.shape[2])
     totals = 2 * law.first + np.arange(sums.shape[2])
     means = law.masses @ codes
-    np.testing.assert_allclose(
-        sums @ totals, np.stack([means[:, [0, 2]], means[:, [1, 3]]], axis=1).sum(axis=2)
-    )
+    np.testing.assert_allclose(sums @ totals, means[:, :2] + means[:, 2:])
     np.testing.assert_allclose(sums.sum(axis=2), 1.0, rtol=1e-9)
     numbers = np.array([[20.0, 21.0, 27.0, 44.0], [22.0, 20.0, 30.0, 50.0]])
     masses = [[law.masses[i, range(4), row.astype(int) - law.first] for i in range(2)] for row in numbers]
@@ -87,8 +88,7 @@ def test_sums_are_convolved_and_likelihoods_added(seed: int) -> None:
 
 def test_numbers_without_masses_are_refused() -> None:
     for sensor in (replace(SENSOR, adc_bits=None), replace(SENSOR, shot_noise=False)):
-        with pytest.raises(ValueError, match="needs shot noise and a converter"):
-            number_law(RATES, OFFSETS, sensor)
+        refuses(ValueError, "needs shot noise and a converter", number_law, RATES, OFFSETS, sensor)
 
 
 def distance(sensor: Sensor, offsets: np.ndarray) -> float:
@@ -168,7 +168,7 @@ def test_moments_are_those_of_the_law(name: str) -> None:
             assert variance[i, j] == pytest.approx(expected[1], abs=2e-6)
 
 
-def test_the_closed_form_holds_far_from_the_ends_and_a_full_pixel_does_not_vary() -> None:
+def test_the_closed_form_and_the_rounding_limit_hold() -> None:
     sensor = Sensor(gain_dn_per_e=1.0, shot_noise=True, read_noise_e=1.6, black_level_dn=100.0, adc_bits=12)
     mean, variance = sensor.moments(MEANS, 0.3)
     np.testing.assert_allclose(mean, 100.3 + MEANS, atol=1e-9)
@@ -176,21 +176,11 @@ def test_the_closed_form_holds_far_from_the_ends_and_a_full_pixel_does_not_vary(
     mean, variance = NAMED_SENSORS["full well"].moments(1e9, 0.0)
     assert mean == pytest.approx(39.0, abs=1e-6)
     assert variance == pytest.approx(NAMED_SENSORS["full well"].moments(1e4, 0.0)[1], abs=1e-9)
-
-
-def test_the_rounding_limit_holds_at_every_offset_and_rate() -> None:
     sensor = NAMED_SENSORS["eight bits"]
     rates = np.concatenate([np.linspace(0.05, 300, 400), np.geomspace(300, 5000, 50)])
     offsets = np.linspace(0, 1 / sensor.gain_dn_per_e, 60)
     apart = np.abs(sensor.moments(rates[:, None], offsets)[1] - sensor.variance_dn2(rates)[:, None])
-    assert apart.max() <= sensor.rounding_limit_dn2(0.05)
-    assert apart.max() > 0.3 * sensor.rounding_limit_dn2(0.05)
-
-
-def scatter_z(values: np.ndarray, variance: np.ndarray) -> float:
-    """Standard errors between readings' variance and a stated one, by the readings' own fourth moment."""
-    square = np.square(values - values.mean(axis=0)) * len(values) / (len(values) - 1) / variance
-    return float((square.mean() - 1) / (square.std() / math.sqrt(square.size)))
+    assert 0.3 * sensor.rounding_limit_dn2(0.05) < apart.max() <= sensor.rounding_limit_dn2(0.05)
 
 
 @pytest.mark.compiled
@@ -203,14 +193,13 @@ def test_readings_have_the_stated_mean_and_variance(name: str, blank: bool, seed
         variance, mean = device.reading_variance(x).numpy()[0], device.reading_mean(x).numpy()[0]
         low, high = device.noise.variance_bounds()
         closed = device.recovery.variance(device.exposure.sensor.variance_dn2(device.frame_rates(x)))[0]
-    assert abs(scatter_z(y, variance)) < 5
-    assert abs(scatter_z(y, variance * 1.1)) > 5
+    assert abs(z_of_variance(y, variance)) < 5 < abs(z_of_variance(y, variance * 1.1))
     z = (y.mean(axis=0) - mean) / np.sqrt(variance / len(y))
     assert abs(z.mean()) < 5 / math.sqrt(z.size)
     assert abs(np.mean(z**2) - 1) < 5 * math.sqrt(2 / z.size)
     assert np.all((low <= variance) & (variance <= high))
     if name == "camera" and blank:  # what the closed form said
-        assert abs(scatter_z(y, closed)) > 5
+        assert abs(z_of_variance(y, closed)) > 5
 
 
 @pytest.mark.compiled
@@ -234,3 +223,106 @@ def test_a_clipped_dark_frame_lowers_the_stated_least_variance() -> None:
         assert np.all(low <= device.reading_variance(torch.zeros(1, 4)).numpy()[0])
         dark = device.exposure.sensor.moments(device.exposure.dark_e)[1].mean()
         assert dark < device.exposure.sensor.variance_dn2(device.exposure.dark_e).mean()
+
+
+LINK = {"packing": "mono10p", "link_mb_s": 115.0}
+BITS = {"mono8": 8, "mono10p": 10, "mono12p": 12, "mono16": 16}
+BRIGHT = Sensor(gain_dn_per_e=2.7, adc_bits=12, **COUNTS)
+
+
+def linked(packing: str | None, camera: dict[str, Any] | None = None, outputs: int = 200) -> CameraDevice:
+    frames = {} if packing is None else {"packing": packing}
+    name = "camera_low_light"
+    return open_device(name, n_inputs=8, n_outputs=outputs, seed=3, camera=camera or {}, frames=frames)
+
+
+@pytest.mark.parametrize("faults", [{}, {"light": {"power": {"law": "log_normal", "rms": 0.1}}}])
+@pytest.mark.parametrize("packing", list(BITS))
+def test_a_link_sends_the_highest_bits(packing: str, faults: dict[str, Any]) -> None:
+    shown = torch.ones(5, 8, dtype=torch.uint8)
+    with linked(None, faults) as whole, linked(packing, faults) as packed:
+        fine, coarse = (np.asarray(each.intensities(shown)) for each in (whole, packed))
+    step = 2 ** max(12 - BITS[packing], 0)
+    np.testing.assert_array_equal(coarse, np.floor(fine / step))
+    assert np.array_equal(coarse, np.rint(fine / step)) == (step == 1)
+
+
+def test_the_law_of_what_arrives_is_that_of_the_finer_numbers_cut() -> None:
+    rates, offsets = np.array([[0.5, 40.0], [300.0, 1600.0]]), np.array([0.3, -0.7])
+    for sensor in (BRIGHT, replace(BRIGHT, black_level_dn=0.0, read_noise_e=0.0)):
+        fine = number_law(rates, offsets, sensor)
+        for bits in (8, 10):
+            coarse = number_law(rates, offsets, sensor.sent_in(bits))
+            places = (fine.first + np.arange(fine.masses.shape[2])) // 2 ** (12 - bits) - coarse.first
+            summed = np.zeros_like(coarse.masses)
+            kept = (places >= 0) & (places < summed.shape[2])
+            np.add.at(summed, (slice(None), slice(None), places[kept]), fine.masses[:, :, kept])
+            np.testing.assert_allclose(summed, coarse.masses, atol=1e-12)
+            shifted = replace(sensor.sent_in(bits), black_level_dn=sensor.black_level_dn / 2 ** (12 - bits))
+            assert not np.allclose(number_law(rates, offsets, shifted).masses, coarse.masses, atol=1e-3)
+    assert BRIGHT.sent_in(12) is BRIGHT
+    refuses(ValueError, "give adc_bits", lambda: replace(BRIGHT, adc_bits=None).sent_in(8))
+
+
+@pytest.mark.parametrize("camera", ["camera_low_light", "camera_fluctuating"])
+def test_coarse_numbers_keep_the_boxes_and_credit_no_noise_that_rounding_hides(camera: str) -> None:
+    every = torch.tensor([[(k >> i) & 1 for i in range(8)] for k in range(0, 256, 5)]).float()
+    changes = {"anchor": {"frames": 0}, "light": {"anchor_flux_per_s": 12.0}}
+    window = {"n_inputs": 8, "n_outputs": 1000, "seed": 3}
+    laws: dict[str, PhotonCountNoise | FluctuatingCountNoise] = {}
+    for packing in ("mono12p", "mono10p", "mono8"):
+        with open_device(camera, camera=changes, frames={"packing": packing}, **window) as twin:
+            law = twin.noise
+            laws[packing] = law
+            variance = twin.reading_variance(every).numpy()
+            least, most = law.variance_bounds()
+            assert np.all((least <= variance * (1 + 1e-9)) & (variance <= most * (1 + 1e-9)))
+            if packing == "mono8":
+                linear = replace(law, weight=laws["mono12p"].weight, added_variance=0.0)
+                assert np.any(linear.variance_bounds()[0] > variance)
+        for edge in ("rate_low", "rate_high"):
+            np.testing.assert_array_equal(getattr(law, edge), getattr(laws["mono12p"], edge))
+
+
+def test_calibration_finds_the_gain_of_the_numbers_that_arrive() -> None:
+    with linked("mono10p", outputs=300) as twin:
+        found = calibrate(twin, plan=Plan(frames=64), readings=30, beta=1e-6, confidence=1 - 1e-6)
+    gain = found.certificate.estimates["gain_dn_per_e"]
+    assert 0.24 < gain.low <= 0.25 <= gain.high < 0.26
+    described = [load_description("camera_low_light", {"frames": {"packing": each}}) for each in BITS]
+    digests = {digest_of(each) for each in described}
+    assert len(digests) == len(BITS)
+
+
+@pytest.mark.parametrize(("packing", "size"), zip(BITS, (1001, 1252, 1502, 2002), strict=True))
+def test_a_frame_takes_at_least_the_time_of_its_bytes(packing: str, size: int) -> None:
+    frames = load_description("camera", {"frames": LINK | {"packing": packing}}).frames
+    assert frames.frame_bytes(1001) == size
+    assert frames.period_us(1001) == 500.0
+    assert frames.period_us(1_000_000) == pytest.approx(1e6 * BITS[packing] / 8 / 115)
+    assert load_description("camera").frames.period_us(1_000_000) == 500.0
+
+
+def test_seconds_and_joules_follow_the_link() -> None:
+    with open_device("camera", n_inputs=4, n_outputs=100_000, frames=LINK | {"packing": "mono8"}) as twin:
+        spent = spent_by(twin, twin.intensities, np.ones((3, 4), dtype=np.uint8))
+    assert spent.seconds == pytest.approx(3 * 100_000 / 115e6)
+    assert spent.joules == pytest.approx(30 * spent.seconds)
+    described = load_description("camera_low_light", {"frames": LINK})
+    assert "sent as mono10p: 10 of the converter's 12 bits" in noise_line(described)
+    rows = {row[0]: row[1:4] for row in number_rows(described)}
+    assert rows["frames.link_mb_s"] == ("115", "MB/s", "override")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "line"),
+    [
+        ("camera", {"frames": {"link_mb_s": 115.0}}, "frames: link_mb_s = 115: .* give packing"),
+        ("camera", {"frames": {"packing": "mono9"}}, "frames.packing: must be 'mono8', 'mono10p'"),
+        ("camera", {"frames": LINK | {"link_mb_s": 0.0}}, "frames.link_mb_s: must be more than 0"),
+        ("camera", {"frames": LINK, "camera": {"sensor": {"adc_bits": None}}}, "frames.packing: 'mono10p'"),
+        ("pcm", {"frames": LINK}, "frames.packing: 'mono10p': a programmable chip has no camera's link"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(name: str, changes: dict[str, Any], line: str) -> None:
+    refuses(ConfigError, line, load_description, name, changes)

@@ -13,21 +13,12 @@ from opusim.crossbar import conversion
 from opusim.crossbar.conversion import digital_names
 from opusim.crossbar.layers import DeviceLinear, DeviceTransposedLinear
 from opusim.features.optical import OpticalLayer
+from tests.opusim.common import EXACT, refuses
 
-EXACT = {
-    "product": {"output_std": 0.0, "current_std": 0.0, "ir_drop": 0.0},
-    "converter": {"dac_bits": None, "adc_bits": None, "adc_bound": None},
-    "programming_us": None,
-    "drift": None,
-    "low_frequency": None,
-}
-"""A crossbar without any imperfection."""
 x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
 
 
-class Own(nn.Module):
-    """A linear layer and another part, which need not be used."""
-
+class Own(nn.Module):  # a linear layer and another part, which need not be used
     def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 6)
@@ -65,12 +56,8 @@ LEFT: dict[str, Callable[[], nn.Module | nn.Parameter]] = {
 def test_a_weight_matrix_that_no_device_takes_is_refused_until_it_is_named(kind: str) -> None:
     model = Own(part=LEFT[kind]())
     shown = kind.partition(" of a ")[0]
-    with pytest.raises(
-        ValueError, match=rf"1 of 2 layers .* no device: 'part' \({shown}\).*digital=\['part'\]"
-    ):
-        convert(model, "pcm")
-    with pytest.raises(ValueError, match="1 of 2 layers"):
-        noise_aware(model, 0.1)
+    refuses(ValueError, rf"1 of 2 layers.* 'part' \({shown}\).*digital=\['part'\]", convert, model, "pcm")
+    refuses(ValueError, "1 of 2 layers", noise_aware, model, 0.1)
     assert digital_names(model) == ("part",)
     with convert(model, "pcm", digital=["part"]) as analog:
         placed = {each.name: each.device for each in analog.placement}
@@ -78,50 +65,38 @@ def test_a_weight_matrix_that_no_device_takes_is_refused_until_it_is_named(kind:
         assert set(placed.values()) == {None}
 
 
-def test_what_multiplies_nothing_needs_no_name_and_ordinary_passes_run() -> None:
+def test_what_multiplies_nothing_needs_no_name_and_subclasses_are_converted() -> None:
     model = Own(words=nn.Embedding(5, 6), norm=nn.LayerNorm((2, 6)), batch=nn.BatchNorm1d(6))
     with convert(model, "pcm") as analog:
-        assert [tuple(each) for each in analog.placement] == [
-            ("layer", "Linear", 42, "pcm"),
-            ("words", "Embedding", 30, None),
-            ("norm", "LayerNorm", 24, None),
-            ("batch", "BatchNorm1d", 12, None),
-        ]
+        found = [tuple(each) for each in analog.placement]
+        assert found[:2] == [("layer", "Linear", 42, "pcm"), ("words", "Embedding", 30, None)]
+        assert found[2:] == [("norm", "LayerNorm", 24, None), ("batch", "BatchNorm1d", 12, None)]
     model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     with convert(model, "pcm") as analog:
         for train in (True, False):
             analog.train(train)(torch.randn(2, 1, 3, 3)).sum().backward()
+    with convert(nn.Sequential(Plain(6, 4), nn.Tanh()), "pcm", crossbar=EXACT) as analog:
+        assert isinstance(analog.model[0], DeviceLinear)
+    refuses(ValueError, r"'part' \(LazyLinear\).*; run", convert, Own(part=nn.LazyLinear(3)), "pcm")
 
 
 def test_names_of_modules_and_patterns_keep_layers_digital() -> None:
     model = nn.Sequential(*(Own(memory=nn.LSTM(6, 6)) for _ in range(8)))
-    with pytest.raises(ValueError, match=r"8 of 16 layers.*'5\.memory' \(LSTM\), \.\.\.; accept"):
-        convert(model, "pcm")
+    refuses(ValueError, r"8 of 16 layers.*'5\.memory' \(LSTM\), \.\.\.; accept", convert, model, "pcm")
     for digital, devices in ((["*.memory"], 8), (["*.memory", "0", "1.*"], 6)):
         with convert(model, "pcm", digital=digital) as analog:
             assert len(analog.layers) == devices
-    with pytest.raises(ValueError, match=r"digital = 'memory': must be a list of names.*'0\.layer'"):
-        convert(model, "pcm", digital=["memory"])
+    refuses(ValueError, r"digital = 'memory': .*'0\.layer'", convert, model, "pcm", digital=["memory"])
     model = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten(), nn.Linear(8, 4), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match="one group and .*keep this layer digital by giving its name"):
-        convert(model, "pcm")
+    refuses(ValueError, "one group and .*keep this layer digital by giving its name", convert, model, "pcm")
     with convert(model, "pcm", digital=["0", "3"]) as analog:
         assert [type(layer) for layer in analog.model] == [nn.Conv2d, nn.Flatten, DeviceLinear, nn.Linear]
         assert analog(torch.randn(2, 2, 4, 4)).shape == (2, 3)
     noise_aware(model, "pcm", digital=["0", "3"])
     assert [parametrize.is_parametrized(layer) for layer in model] == [False, False, True, False]
     for wrong in (["0", "1"], "3"):
-        with pytest.raises(ValueError, match="digital = '[13]': must be a list of names of layers, from '0'"):
-            convert(model, "pcm", digital=wrong)
-    with pytest.raises(ValueError, match=r"has no nn.Linear and no nn.Conv2d to put on a device"):
-        convert(model, "pcm", digital=["0", "2", "3"])
-
-
-def test_a_subclass_that_keeps_its_forward_pass_is_converted_and_a_lazy_layer_refused() -> None:
-    with convert(nn.Sequential(Plain(6, 4), nn.Tanh()), "pcm", crossbar=EXACT) as analog:
-        assert isinstance(analog.model[0], DeviceLinear)
-    with pytest.raises(ValueError, match=r"layer 'part' \(LazyLinear\) has no size yet; run the network"):
-        convert(Own(part=nn.LazyLinear(3)), "pcm")
+        refuses(ValueError, "digital = '[13]': must be a list of names", convert, model, "pcm", digital=wrong)
+    refuses(ValueError, "has no nn.Linear and no nn.Conv2d", convert, model, "pcm", digital=["0", "2", "3"])
 
 
 def functional(weight: Callable[[Own], Tensor]) -> Own:
@@ -144,10 +119,7 @@ def test_a_functional_product_with_a_weight_is_refused(weight: Callable[[Own], T
     model = functional(weight)
     with convert(model, "pcm") as analog:
         for _ in range(2):
-            with pytest.raises(
-                ValueError, match=rf"weight '{name}' multiplies digitally.*digital=\['{name}'\]"
-            ):
-                analog(x)
+            refuses(ValueError, rf"weight '{name}' multiplies digitally.*digital=\['{name}'\]", analog, x)
     with convert(model, "pcm", digital=[name]) as analog:
         assert len(analog.layers) == 1
         assert analog(x).isfinite().all()
@@ -155,18 +127,15 @@ def test_a_functional_product_with_a_weight_is_refused(weight: Callable[[Own], T
 
 def test_every_matrix_of_gpt2_is_on_a_device() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=6, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 6}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     torch.manual_seed(3)
     model = transformers.GPT2LMHeadModel(config).eval()
     tokens = torch.arange(10).view(2, 5)
     with convert(model, "pcm", crossbar=EXACT) as analog, torch.no_grad():
         assert sum(isinstance(m, DeviceTransposedLinear) for m in analog.modules()) == 4
-        assert [each.name for each in analog.placement if each.device is None] == [
-            *("transformer.wte", "transformer.wpe", "transformer.h.0.ln_1", "transformer.h.0.ln_2"),
-            "transformer.ln_f",
-        ]
+        digital = "transformer.wte transformer.wpe transformer.h.0.ln_1 transformer.h.0.ln_2 transformer.ln_f"
+        assert [each.name for each in analog.placement if each.device is None] == digital.split()
         before = [layer.device.usage.frames for layer in analog.layers]
         found, wanted = analog(tokens).logits, model(tokens).logits
         after = [layer.device.usage.frames for layer in analog.layers]
@@ -174,11 +143,7 @@ def test_every_matrix_of_gpt2_is_on_a_device() -> None:
         assert torch.allclose(found, wanted, atol=1e-5)
         model.load_state_dict(analog.model.state_dict(), strict=False)
         assert torch.equal(model(tokens).logits, wanted)
-    with pytest.raises(ValueError, match=r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D, whose columns"):
-        noise_aware(model, 0.1)
-
-
-# Compiled
+    refuses(ValueError, r"'transformer\.h\.0\.attn\.c_attn' is a Conv1D", noise_aware, model, 0.1)
 
 
 def network() -> nn.Sequential:
@@ -192,11 +157,11 @@ def part_compiled(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-@pytest.mark.parametrize(
-    "prepare",
-    [lambda model: torch.compile(model, backend="aot_eager"), part_compiled],
-    ids=["whole", "parts"],
-)
+def whole_compiled(model: nn.Sequential) -> Callable[..., Tensor]:
+    return torch.compile(model, backend="aot_eager")
+
+
+@pytest.mark.parametrize("prepare", [whole_compiled, part_compiled])
 def test_a_compiled_network_is_converted(prepare: Callable[[nn.Module], nn.Module]) -> None:
     torch.compiler.reset()
     with convert(network(), "pcm", seed=1) as plain, convert(prepare(network()), "pcm", seed=1) as analog:
@@ -215,13 +180,9 @@ def test_converted_networks_and_optical_layers_are_compiled() -> None:
             wanted.sum().backward()
         pairs = zip(analog.parameters(), plain.parameters(), strict=True)
         assert all(torch.allclose(p.grad, q.grad, atol=1e-6) for p, q in pairs)
-    layers = [
-        OpticalLayer(open_device("gaussian", n_inputs=6, n_outputs=4, seed=2), threshold=0.0) for _ in "ab"
-    ]
+    window = {"n_inputs": 6, "n_outputs": 4, "seed": 2}
+    layers = [OpticalLayer(open_device("gaussian", **window), threshold=0.0) for _ in "ab"]
     assert torch.equal(torch.compile(layers[0], backend="aot_eager")(x), layers[1](x))
-
-
-# States
 
 
 def convolutional(seed: int) -> nn.Sequential:
@@ -235,19 +196,15 @@ def without_devices(model: nn.Module) -> dict[str, Tensor]:
 
 def test_states_of_digital_and_of_converted_networks_load_into_each_other() -> None:
     source, images = convolutional(1), torch.randn(3, 1, 3, 3)
-    with (
-        convert(source, "pcm", crossbar=EXACT) as analog,
-        convert(convolutional(2), "pcm", crossbar=EXACT, seed=1) as other,
-    ):
-        for target, state in (
-            (other, source.state_dict()),
-            (other.model, source.state_dict()),
-            (other.model, without_devices(analog.model)),
-        ):
+    exact = {"crossbar": EXACT}
+    other = convert(convolutional(2), "pcm", **exact, seed=1)
+    with convert(source, "pcm", **exact) as analog, other:
+        state, bare = source.state_dict(), without_devices(analog.model)
+        for target, given in ((other, state), (other.model, state), (other.model, bare)):
             with torch.no_grad():
                 for parameter in other.parameters():
                     parameter.zero_()
-            target.load_state_dict(state)
+            target.load_state_dict(given)
             loaded = without_devices(other.model)
             assert loaded.keys() == source.state_dict().keys()
             assert all(torch.equal(loaded[key], value) for key, value in source.state_dict().items())
@@ -270,9 +227,6 @@ def test_keys_of_earlier_saves_are_read() -> None:
             assert torch.equal(loaded(images), analog(images))
 
 
-# Read from their devices
-
-
 def frames_of_encoder() -> list[int]:
     """Return the frames that each layer of a transformer on devices shows for 2 padded records of 3 tokens."""
     torch.manual_seed(1)
@@ -292,8 +246,7 @@ def test_a_transformer_in_evaluation_reads_every_device() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_the_fused_kernel_of_a_transformer_would_read_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "_without_fused_kernels", lambda model: None)
-    with pytest.raises(ValueError, match=r"weight 'layers\.0\..*weight' multiplies digitally"):
-        frames_of_encoder()
+    refuses(ValueError, r"weight 'layers\.0\..*weight' multiplies digitally", frames_of_encoder)
     monkeypatch.setattr(conversion.DeviceModel, "forward", lambda self, *args, **kw: self.model(*args, **kw))
     assert frames_of_encoder() == [0] * 4
 
@@ -357,12 +310,10 @@ def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
     with convert(convolutional_network(), "pcm") as analog:
         x = torch.randn(5, 1, 4, 4)
         x[1, 0, 2, 2] = torch.nan
-        with pytest.raises(ValueError, match="x holds NaN or infinite numbers, which no device can show"):
-            analog(x)
+        refuses(ValueError, "x holds NaN or infinite numbers, which no device can show", analog, x)
     model = convolutional_network()
     model[2].weight.data[0, 0] = torch.inf
-    with pytest.raises(ValueError, match=r"weight of DeviceLinear\(in_features=8.* holds NaN or infinite"):
-        convert(model, "pcm")
+    refuses(ValueError, r"weight of DeviceLinear\(.* holds NaN or infinite", convert, model, "pcm")
 
 
 class Writer(nn.Module):
@@ -390,10 +341,8 @@ def test_a_language_model_generates_on_devices() -> None:
         before = analog.usage.frames
         assert analog.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=3).shape == (2, 4)
         assert analog.usage.frames >= before + 2 * 3
-        with pytest.raises(AttributeError, match="no attribute 'config'"):
-            _ = analog.config
-        with pytest.raises(AttributeError, match="has no attribute 'other'$"):
-            _ = analog.other
-    past = convert(Writer(digital=True), "pcm")
-    with past as analog, pytest.raises(ValueError, match=r"weight 'last.weight' multiplies digitally"):
-        analog.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=3)
+        refuses(AttributeError, "no attribute 'config'", lambda: analog.config)
+        refuses(AttributeError, "has no attribute 'other'$", lambda: analog.other)
+    with convert(Writer(digital=True), "pcm") as analog:
+        tokens, told = torch.ones(2, 1, dtype=torch.long), "weight 'last.weight' multiplies digitally"
+        refuses(ValueError, told, lambda: analog.generate(tokens, max_new_tokens=3))

@@ -20,6 +20,7 @@ from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
 from opusim.testing.contract import DeviceContract
 from opusim.training.protections.base import creditable_law
+from tests.opusim.common import EXACT, changed, refuses
 
 PACKAGE = Path(__file__).parents[2] / "support" / "third_party_crossbar"
 FILE = PACKAGE / "lab_crossbar.toml"
@@ -29,100 +30,69 @@ from lab_crossbar import LabCrossbar  # noqa: E402
 sys.path.remove(str(PACKAGE))
 
 
-class TestPcm(DeviceContract):
-    def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device("pcm", n_inputs=12, n_outputs=40, **options)
+WINDOW = {"n_inputs": 12, "n_outputs": 40}
+SMALL = load_description(FILE, {"n_inputs": 8, "n_outputs": 16})
+OPENED = {
+    "exact": lambda **options: open_device(
+        "reram", **WINDOW, crossbar={"converter": EXACT["converter"], "relaxation": None}, **options
+    ),
+    "lab": lambda **options: LabCrossbar(load_description(FILE), **WINDOW, **options).open(),
+    "six lab chips": lambda **options: LabCrossbar.for_window(SMALL, **WINDOW, **options).open(),
+}
+"""A matrix without converters and programming noise; another package's crossbar, which drifts; six small ones."""
 
 
-class TestExactCrossbar(DeviceContract):
-    """Without converters and programming noise: signal-dependent Gaussian noise on an exact matrix."""
-
-    def open_window(self, **options: Any) -> NoisyDevice:
-        converter = {"dac_bits": None, "adc_bits": None, "adc_bound": None}
-        exact = {"converter": converter, "relaxation": None}
-        return open_device("reram", n_inputs=12, n_outputs=40, crossbar=exact, **options)
+class TestCrossbars(DeviceContract):
+    @pytest.fixture(autouse=True, params=OPENED)
+    def _opened(self, request: pytest.FixtureRequest) -> None:
+        self.open_window = OPENED[request.param]
 
 
-class TestLabCrossbar(DeviceContract):
-    def open_window(self, **options: Any) -> NoisyDevice:
-        return LabCrossbar(load_description(FILE), n_inputs=12, n_outputs=40, **options).open()
+def without_drift(self: Any, elapsed_s: float) -> torch.Tensor:
+    product = self._forward()
+    weights = CrossbarDevice._wait(self, elapsed_s)
+    self._product = product
+    return weights
 
 
-class Wishful(CrossbarDevice):
-    """Tells half of its programming noise."""
-
-    def programming_std(self, matrix: torch.Tensor) -> torch.Tensor:
-        return super().programming_std(matrix) / 2
+def before_the_wait(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self._now = self._programmed
+    return LabCrossbar._multiply(self, x)
 
 
-class Flattering(CrossbarDevice):
-    """Tells the noise of a blank input for every input."""
-
-    def reading_variance(self, x: torch.Tensor) -> torch.Tensor:
-        return super().reading_variance(torch.zeros_like(x))
+def blank_noise(self: Any) -> SignalGaussianNoise:
+    low = LabCrossbar.described_noise.fget(self).std_low
+    return SignalGaussianNoise(std_low=low, std_high=low, n_outputs=self.n_outputs)
 
 
-class Coarse(CrossbarDevice):
-    """States a finer converter than it has."""
-
-    @property
-    def converter(self) -> Any:
-        return type(self._converter)()
-
-
-class Timeless(CrossbarDevice):
-    """Tells a drifted matrix and multiplies by the one that was programmed."""
-
-    def _wait(self, elapsed_s: float) -> torch.Tensor:
-        product = self._forward()
-        weights = super()._wait(elapsed_s)
-        self._product = product
-        return weights
-
-
-class Skewed(CrossbarDevice):
-    """Multiplies by another matrix in the transposed direction."""
-
-    def _multiply_transposed(self, x: torch.Tensor) -> torch.Tensor:
-        return super()._multiply_transposed(x.flip(1))
-
-
-class Forgetful(LabCrossbar):
-    """Goes on with the matrix that it had before the wait."""
-
-    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        self._now = self._programmed
-        return super()._multiply(x)
-
-
-class Quiet(LabCrossbar):
-    """States the noise of a blank input for all inputs."""
-
-    @property
-    def described_noise(self) -> SignalGaussianNoise:
-        low = super().described_noise.std_low
-        return SignalGaussianNoise(std_low=low, std_high=low, n_outputs=self.n_outputs)
+HALF_NOISE = {"programming_std": lambda self, matrix: CrossbarDevice.programming_std(self, matrix) / 2}
+BLANK = {"reading_variance": lambda self, x: CrossbarDevice.reading_variance(self, torch.zeros_like(x))}
+FINE = {"converter": property(lambda self: type(self._converter)())}
+FLIPPED = {"_multiply_transposed": lambda self, x: CrossbarDevice._multiply_transposed(self, x.flip(1))}
+QUIET = {"described_noise": property(blank_noise)}
+PRODUCTS = "test_products_are_those_of_the_told_matrix"
+TIME = "test_time_changes_the_told_matrix_and_nothing_else"
 
 
 @pytest.mark.parametrize(
-    ("broken", "changed", "test"),
+    ("base", "changes", "converter", "test"),
     [
-        (Wishful, {}, "test_a_programmed_matrix_is_told_as_realised"),
-        (Flattering, {}, "test_the_noise_of_a_product_is_the_one_told_for_its_input"),
-        (Coarse, {"dac_bits": 3}, "test_products_are_those_of_the_told_matrix"),
-        (Timeless, {}, "test_time_changes_the_told_matrix_and_nothing_else"),
-        (Skewed, {}, "test_transposed_products_are_those_of_the_told_matrix"),
-        (Forgetful, {}, "test_time_changes_the_told_matrix_and_nothing_else"),
-        (Quiet, {}, "test_products_are_those_of_the_told_matrix"),
-        (Quiet, {}, "test_the_noise_of_readings_is_the_reported_one"),
+        (CrossbarDevice, HALF_NOISE, {}, "test_a_programmed_matrix_is_told_as_realised"),
+        (CrossbarDevice, BLANK, {}, "test_the_noise_of_a_product_is_the_one_told_for_its_input"),
+        (CrossbarDevice, FINE, {"dac_bits": 3}, PRODUCTS),  # states a finer converter than it has
+        (CrossbarDevice, {"_wait": without_drift}, {}, TIME),
+        (CrossbarDevice, FLIPPED, {}, "test_transposed_products_are_those_of_the_told_matrix"),
+        (LabCrossbar, {"_multiply": before_the_wait}, {}, TIME),
+        (LabCrossbar, QUIET, {}, PRODUCTS),
+        (LabCrossbar, QUIET, {}, "test_the_noise_of_readings_is_the_reported_one"),
     ],
 )
-def test_a_broken_crossbar_is_found(broken: type[NoisyDevice], changed: dict[str, Any], test: str) -> None:
+def test_a_broken_crossbar_is_found(base: type, changes: dict, converter: dict, test: str) -> None:
     class Contract(DeviceContract):
         def open_window(self, **options: Any) -> NoisyDevice:
-            source = FILE if issubclass(broken, LabCrossbar) else "pcm"
-            description = load_description(source, {"crossbar": {"converter": changed}} if changed else None)
-            return broken(description, n_inputs=12, n_outputs=40, **options).open()
+            source = FILE if base is LabCrossbar else "pcm"
+            described = load_description(source, {"crossbar": {"converter": converter}} if converter else {})
+            return changed(base, **changes)(described, **WINDOW, **options).open()
 
     with pytest.raises(AssertionError):
         getattr(Contract(), test)()
@@ -183,15 +153,13 @@ def test_ternary_products_do_not_depend_on_the_batch() -> None:
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_description("pcm", {"crossbar": section})
+    refuses(ValueError, message, load_description, "pcm", {"crossbar": section})
 
 
 def test_another_packages_crossbar_runs_and_may_not_claim_privacy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_registered", {"lab_crossbar": LabCrossbar})
     with open_device(FILE, n_inputs=12, n_outputs=40) as device:
-        with pytest.raises(ConfigError, match=r"noise of device 'lab_crossbar' \(Gaussian"):
-            creditable_law(device)
+        refuses(ConfigError, r"noise of device 'lab_crossbar' \(Gaussian", creditable_law, device)
         with pytest.raises(NoGuarantee, match="noise law 'signal_gaussian': no theorem"):
             device_readings_guarantee(DeviceReadings(noise=device.noise, readings=1, distance=1.0), 1e-5)
     torch.manual_seed(1)
@@ -219,11 +187,8 @@ def test_an_accountant_refuses_the_law_by_name(law: NoiseModel) -> None:
 
 @pytest.mark.parametrize("name", ["pcm", "microring_bank"])
 def test_a_protection_does_not_credit_a_crossbar(name: str) -> None:
-    with (
-        open_device(name, n_inputs=4, n_outputs=6) as device,
-        pytest.raises(ConfigError, match=f"credits the noise of device '{name}' .*takes a Gaussian law"),
-    ):
-        creditable_law(device)
+    with open_device(name, n_inputs=4, n_outputs=6) as device:
+        refuses(ConfigError, f"noise of device '{name}' .*takes a Gaussian law", creditable_law, device)
 
 
 def test_bounds_are_those_of_the_spread_and_of_the_lattice() -> None:
@@ -233,7 +198,6 @@ def test_bounds_are_those_of_the_spread_and_of_the_lattice() -> None:
     low, high = LAWS[2].variance_bounds()
     assert 3 * 0.04**2 < float(low) < 3 * (0.04**2 + 0.1**2 / 12)  # on a code, rounding adds less
     assert float(high) == pytest.approx(3 * (0.09**2 + 0.1**2 / 12), rel=1e-3)
-    quiet = ConverterLatticeNoise(
-        step=0.1, std_low=0.0, std_high=0.001, conversions=1, clips=False, n_outputs=5
-    )
+    small = {"std_low": 0.0, "std_high": 0.001, "conversions": 1, "clips": False, "n_outputs": 5}
+    quiet = ConverterLatticeNoise(step=0.1, **small)
     assert [float(bound) for bound in quiet.variance_bounds()] == [0.0, pytest.approx(0.1**2 / 4)]

@@ -2,7 +2,6 @@
 
 import io
 import math
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
-import opusim
 from opusim.crossbar.conversion import DeviceModel, convert, noise_aware
 from opusim.crossbar.device import CrossbarDevice
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
@@ -20,28 +18,16 @@ from opusim.description.schema import load_description
 from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.files import to_toml
+from tests.opusim.common import EXACT, refuses
 
 SURE = 5.0
-EXACT = {
-    "product": {"output_std": 0.0, "current_std": 0.0, "ir_drop": 0.0},
-    "converter": {"dac_bits": None, "adc_bits": None, "adc_bound": None},
-    "programming_us": None,
-    "drift": None,
-    "low_frequency": None,
-}
-"""A crossbar without any imperfection: what runs on it must be the digital product."""
 
 
 def network(seed: int = 1) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2)),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(5 * 4 * 6, 7),
-        nn.Tanh(),
-        nn.Linear(7, 3, bias=False),
-    )
+    convolution = nn.Conv2d(2, 5, (3, 2), stride=(2, 1), padding=(1, 0), dilation=(1, 2))
+    linear = nn.Linear(5 * 4 * 6, 7), nn.Tanh(), nn.Linear(7, 3, bias=False)
+    return nn.Sequential(convolution, nn.ReLU(), nn.Flatten(), *linear)
 
 
 def batch() -> torch.Tensor:
@@ -51,9 +37,7 @@ def batch() -> torch.Tensor:
 def test_a_network_on_an_exact_crossbar_is_the_network_with_its_gradients() -> None:
     model = network()
     with convert(model, "pcm", crossbar=EXACT) as analog:
-        assert [
-            type(layer) for layer in analog.model if not isinstance(layer, (nn.ReLU, nn.Flatten, nn.Tanh))
-        ] == [DeviceConv2d, DeviceLinear, DeviceLinear]
+        assert [type(analog.model[k]) for k in (0, 3, 5)] == [DeviceConv2d, DeviceLinear, DeviceLinear]
         assert torch.allclose(analog(batch()), model(batch()), atol=2e-3)  # weights are multiples of 2^-14
         assert analog.usage.programmings == 3
         assert analog.usage.frames == 4 * 4 * 6 + 2 * 4 + 3 * 64
@@ -67,15 +51,10 @@ def test_a_network_on_an_exact_crossbar_is_the_network_with_its_gradients() -> N
             x = batch().requires_grad_()
             net(x).square().sum().backward()
             net.seen = x.grad
-        pairs = [
-            (model.seen, analog.seen),
-            (model[0].weight.grad.flatten(1), analog.model[0].product.weight.grad),
-            (model[0].bias.grad, analog.model[0].product.bias.grad),
-            (model[3].weight.grad, analog.model[3].weight.grad),
-            (model[3].bias.grad, analog.model[3].bias.grad),
-            (model[5].weight.grad, analog.model[5].weight.grad),
-        ]
-        for digital, found in pairs:
+        layers = (model[0], analog.model[0].product), (model[3], analog.model[3]), (model[5], analog.model[5])
+        pairs = [(one.weight.grad.flatten(1), other.weight.grad) for one, other in layers]
+        pairs += [(one.bias.grad, other.bias.grad) for one, other in layers[:2]]
+        for digital, found in [(model.seen, analog.seen), *pairs]:
             assert torch.allclose(digital, found, atol=5e-3 * float(digital.abs().max()))
             assert not torch.allclose(digital, 1.05 * found, atol=5e-3 * float(digital.abs().max()))
 
@@ -105,6 +84,12 @@ def test_compensation_gives_back_what_drift_takes() -> None:
     assert ratios[False] < 0.6
 
 
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """What a state holds, extra states included."""
+    state = model.state_dict().values()
+    return [each for value in state for each in (value.values() if isinstance(value, dict) else [value])]
+
+
 @pytest.mark.parametrize("mode", ["experiment", "release"])
 def test_a_state_dict_holds_what_the_devices_hold(mode: str) -> None:
     """Loaded on chips that were opened anew, the next reading, look and programming are those of the saved network."""
@@ -123,16 +108,8 @@ def test_a_state_dict_holds_what_the_devices_hold(mode: str) -> None:
                 assert all(torch.equal(one.device.matrix(), other.device.matrix()) for one, other in pairs)
                 assert torch.equal(analog(x), loaded(x)) is (mode == "experiment")
                 if mode == "experiment":
-                    states = [net.state_dict() for net in (analog, loaded)]
-                    assert all(
-                        torch.equal(*pair)
-                        for keys in zip(*(s.values() for s in states), strict=True)
-                        for pair in (
-                            zip(*(k.values() for k in keys), strict=True)
-                            if isinstance(keys[0], dict)
-                            else [keys]
-                        )
-                    )
+                    states = zip(tensors_of(analog), tensors_of(loaded), strict=True)
+                    assert all(torch.equal(*pair) for pair in states)
 
 
 def test_a_state_is_for_its_own_chip_and_digital_weights_load_without_one() -> None:
@@ -249,14 +226,13 @@ def test_injected_noise_has_the_stated_spread_in_training_only(kind: str) -> Non
         mean, std = found * factor, std * factor
     ratio = ((one / scale - mean) / std).square()
     error = math.sqrt(2 / ratio.numel())
-    assert abs(float(ratio.mean()) - 1) <= SURE * error
-    assert abs(1.06 * float(ratio.mean()) - 1) > SURE * error
+    assert abs(float(ratio.mean()) - 1) <= SURE * error < abs(1.06 * float(ratio.mean()) - 1)
     layer(torch.ones(1, 200)).sum().backward()
     assert layer.parametrizations["weight"].original.grad is not None
     with convert(layer, "pcm", crossbar=EXACT) as analog:
         assert torch.equal(analog.layers[0].weight, clean)
         assert torch.allclose(analog(torch.ones(1, 200)), layer.eval()(torch.ones(1, 200)), atol=2e-2)
-    again = torch.nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
+    again = weight_norm(nn.Linear(5, 4))
     with convert(nn.Sequential(layer, again), "pcm", crossbar=EXACT) as analog:
         assert torch.equal(analog.layers[1].weight, again.weight)
     assert not torch.equal(layer.train().weight, clean)  # the model that was converted is left as it is
@@ -301,10 +277,11 @@ def test_the_gradient_of_injected_noise_reaches_the_largest_weight_of_a_row() ->
     assert torch.allclose(original.grad, expected, atol=1e-5)
 
 
-def test_injected_output_noise_is_that_of_a_device_for_small_inputs() -> None:
+def test_injected_output_noise_is_that_of_a_device_for_small_inputs(tmp_path: Path) -> None:
     """Linear layers and convolutions in training mode; a device without noise of weights leaves that of outputs."""
     torch.manual_seed(1)
-    description = {"programming_us": None, "drift": None, "low_frequency": None}
+    quiet = load_description("pcm", {"crossbar": dict.fromkeys(("programming_us", "drift", "low_frequency"))})
+    (tmp_path / "quiet.toml").write_text(to_toml(quiet.dump()))
     step, output = 10 / 127, 0.04
     for layer, x in (
         (nn.Linear(600, 50), torch.randn(400, 600)),
@@ -312,8 +289,7 @@ def test_injected_output_noise_is_that_of_a_device_for_small_inputs() -> None:
     ):
         clean = layer(x).detach()
         weights = layer.weight.detach().flatten(1)
-        path = described(description)
-        noise_aware(layer, path, seed=2)
+        noise_aware(layer, tmp_path / "quiet.toml", seed=2)
         assert torch.equal(layer.eval()(x), clean)
         found = (layer.train()(x).detach() - clean).double()
         tiles, largest = 1, x.abs().amax(1, keepdim=True)
@@ -326,8 +302,7 @@ def test_injected_output_noise_is_that_of_a_device_for_small_inputs() -> None:
         std = scale * largest * math.sqrt(tiles * (output**2 + step**2 / 12))
         ratio = (found / std).square()
         error = math.sqrt(2 / ratio.numel())
-        assert abs(float(ratio.mean()) - 1) <= SURE * error
-        assert abs(1.2 * float(ratio.mean()) - 1) > SURE * error
+        assert abs(float(ratio.mean()) - 1) <= SURE * error < abs(1.2 * float(ratio.mean()) - 1)
 
 
 def test_limited_weights_stay_limited_on_the_device_and_keep_their_gradient() -> None:
@@ -345,8 +320,7 @@ def test_limited_weights_stay_limited_on_the_device_and_keep_their_gradient() ->
     assert abs(float(noise[0].std() / (0.05 * 2 * std[0])) - 1) < SURE / math.sqrt(2 * 300)
     with convert(layer, "pcm", crossbar=EXACT) as analog:
         assert torch.equal(analog.layers[0].weight, layer.eval().weight)
-    with pytest.raises(ValueError, match=r"clip = 0"):
-        noise_aware(nn.Linear(2, 2), 0.1, clip=0.0)
+    refuses(ValueError, r"clip = 0", noise_aware, nn.Linear(2, 2), 0.1, clip=0.0)
 
 
 def test_noise_keeps_rows_of_equal_weights_and_what_is_no_number_and_types() -> None:
@@ -363,7 +337,7 @@ def test_noise_keeps_rows_of_equal_weights_and_what_is_no_number_and_types() -> 
     assert layer(torch.ones(1, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def test_layers_that_stay_digital_get_no_noise_and_stay_digital_after_training() -> None:
+def test_digital_layers_stay_digital_and_every_parameter_is_converted() -> None:
     """torch's attention reads the weights of its projection itself, so a device there would never be used."""
     model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     noise_aware(model, 0.1, digital=["self_attn"])
@@ -372,6 +346,10 @@ def test_layers_that_stay_digital_get_no_noise_and_stay_digital_after_training()
     with convert(model, "pcm", crossbar=EXACT, digital=["self_attn"]) as analog:
         assert len(analog.layers) == 2
         assert type(analog.model.self_attn.out_proj) is type(nn.MultiheadAttention(4, 2).out_proj)
+    layer = parametrize.register_parametrization(nn.Linear(3, 2), "bias", nn.Tanh())
+    bias = layer.bias.detach().clone()
+    with convert(noise_aware(layer, 0.1), "pcm", crossbar=EXACT) as analog:
+        assert torch.equal(analog.layers[0].bias, bias)
 
 
 def test_autocast_changes_neither_readings_nor_gradients_beyond_the_type_of_inputs() -> None:
@@ -387,65 +365,32 @@ def test_autocast_changes_neither_readings_nor_gradients_beyond_the_type_of_inpu
         expected = x.detach().float().sum(0).expand(4, 6)
         assert torch.allclose(analog.layers[0].weight.grad, expected)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert (
-                opusim.open_device("gaussian", n_inputs=6, n_outputs=4)
-                .open()
-                .project(x.detach().sign())
-                .dtype
-                == torch.float32
-            )
-
-
-def test_every_parametrized_parameter_is_converted() -> None:
-    layer = parametrize.register_parametrization(nn.Linear(3, 2), "bias", nn.Tanh())
-    bias = layer.bias.detach().clone()
-    with convert(noise_aware(layer, 0.1), "pcm", crossbar=EXACT) as analog:
-        assert torch.equal(analog.layers[0].bias, bias)
-
-
-def described(crossbar: dict[str, None]) -> Path:
-    """Return a file that describes `pcm` with changes."""
-    path = Path(tempfile.mkdtemp()) / "changed.toml"
-    description = load_description("pcm", {"crossbar": crossbar}).dump()
-    path.write_text(to_toml(description))
-    return path
+            device = open_device("gaussian", n_inputs=6, n_outputs=4)
+            assert device.project(x.detach().sign()).dtype == torch.float32
 
 
 def test_what_cannot_run_on_a_device_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model: layer '0' is noise-aware already"):
-        noise_aware(noise_aware(nn.Sequential(nn.Linear(2, 2)), 0.1), 0.1)
+    noisy = noise_aware(nn.Sequential(nn.Linear(2, 2)), 0.1)
+    refuses(ValueError, "model: layer '0' is noise-aware already", noise_aware, noisy, 0.1)
     pruned = nn.Sequential(nn.Linear(2, 2))
     prune.l1_unstructured(pruned[0], "weight", amount=1)
-    with pytest.raises(
-        ValueError, match=r"weight of layer '0', as pruning .*prune.remove\(layer, 'weight'\)"
-    ):
-        noise_aware(pruned, 0.1)
+    refuses(ValueError, r"layer '0', .*prune.remove\(layer, 'weight'\)", noise_aware, pruned, 0.1)
     prune.remove(pruned[0], "weight")
     assert noise_aware(pruned, 0.1) is pruned
     same = nn.Sequential(nn.Linear(2, 2), nn.Conv2d(1, 2, 3, padding="same"))
-    with pytest.raises(ValueError, match=r"padding=same.*: a device takes one group"):
-        noise_aware(same, "pcm")
+    refuses(ValueError, r"padding=same.*: a device takes one group", noise_aware, same, "pcm")
     assert not parametrize.is_parametrized(same[0])
     assert noise_aware(same, 0.1) is same
-    with pytest.raises(ValueError, match=r"after_s = 3: a number does not change with time"):
-        noise_aware(nn.Linear(2, 2), 0.1, after_s=3.0)
-    with pytest.raises(ValueError, match=r"model = ReLU: has no nn.Linear"):
-        noise_aware(nn.ReLU(), 0.1)
-    with pytest.raises(ValueError, match=r"noise = -0.1"):
-        noise_aware(nn.Linear(2, 2), -0.1)
-    with pytest.raises(ConfigError, match=r"'gaussian' tells no programming noise"):
-        noise_aware(nn.Linear(2, 2), "gaussian")
-    with pytest.raises(CapabilityMissing, match="lacks the capability 'program'; hermes, microring_bank"):
-        convert(nn.Linear(2, 2), "gaussian")
+    refuses(ValueError, "after_s = 3: a number does not", noise_aware, nn.Linear(2, 2), 0.1, after_s=3.0)
+    refuses(ValueError, r"model = ReLU: has no nn.Linear", noise_aware, nn.ReLU(), 0.1)
+    refuses(ValueError, r"noise = -0.1", noise_aware, nn.Linear(2, 2), -0.1)
+    refuses(ConfigError, r"'gaussian' tells no programming noise", noise_aware, nn.Linear(2, 2), "gaussian")
+    refuses(CapabilityMissing, "lacks the capability 'program'; hermes", convert, nn.Linear(2, 2), "gaussian")
     with convert(nn.Linear(20_000, 1), "pcm") as analog:  # two chips, of 16,384 inputs at most
         assert analog(torch.ones(1, 20_000)).shape == (1, 1)
-    with (
-        open_device("pcm", n_inputs=3, n_outputs=2) as device,
-        pytest.raises(ConfigError, match="layer's size"),
-    ):
-        DeviceLinear(nn.Linear(2, 2), device)
-    with pytest.raises(TypeError, match="model = 'net': must be Module, not str"):
-        convert("net", "pcm")  # type: ignore[arg-type]
+    with open_device("pcm", n_inputs=3, n_outputs=2) as device:
+        refuses(ConfigError, "layer's size", DeviceLinear, nn.Linear(2, 2), device)
+    refuses(TypeError, "model = 'net': must be Module, not str", convert, "net", "pcm")
 
 
 def test_an_empty_batch_passes_and_corrects_nothing() -> None:
@@ -457,8 +402,7 @@ def test_an_empty_batch_passes_and_corrects_nothing() -> None:
         assert y.shape == network(none).shape == (0, 3)
         y.sum().backward()
         assert all(not parameter.grad.any() for parameter in analog.parameters())
-        with pytest.raises(ValueError, match="inputs = 0: must be at least 1; give records"):
-            analog.compensate(none)
+        refuses(ValueError, "inputs = 0: must be at least 1; give records", analog.compensate, none)
 
 
 def test_inputs_that_meet_the_bound_of_the_converter_are_read_again_at_half_their_size() -> None:

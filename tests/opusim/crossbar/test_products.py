@@ -16,18 +16,16 @@ from opusim.description.crossbar import ProductSettings
 from opusim.description.schema import load_description
 from opusim.noise import rounded_variance
 from opusim.randomness.streams import NoiseStream, SeededStream
+from tests.opusim.common import refuses, ternary, with_threads
 from tests.oracles.conductance_moments import moments
 
 SURE = 5.0
 CONVERTER = Converter(input_bits=6, output_bits=7, output_bound=2.7, tile_inputs=7)
-SETTINGS = ProductSettings(
-    output_std=0.05, weight_std=0.03, current_std=0.08, ir_drop=1.3, ir_drop_conductance_ratio=270.0
-)
+SPREADS = {"output_std": 0.05, "weight_std": 0.03, "current_std": 0.08}
+SETTINGS = ProductSettings(**SPREADS, ir_drop=1.3, ir_drop_conductance_ratio=270.0)
 
 
-class Given(NoiseStream):
-    """Gives the same numbers that the loop below uses."""
-
+class Given(NoiseStream):  # gives the same numbers that the loop below uses
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers, self.tile = numbers, -1
 
@@ -48,12 +46,11 @@ def looped(x: np.ndarray, w: np.ndarray, normal: np.ndarray) -> np.ndarray:
             weights, n = w[out, start : start + 7], len(w[out, start : start + 7])
             a = n / 270.0 * sum(abs(u) * abs(v) for u, v in zip(weights, shown, strict=True))
             c = 0.05 * a**3 - 0.2 * a**2 + 0.5 * a
-            drop = sum(
-                u * v * (1 - (1 - j / n) ** 2) for j, (u, v) in enumerate(zip(weights, shown, strict=True))
-            )
-            mean = sum(u * v for u, v in zip(weights, shown, strict=True)) - 1.3 * c * drop
+            pairs = list(zip(weights, shown, strict=True))
+            drop = sum(u * v * (1 - (1 - j / n) ** 2) for j, (u, v) in enumerate(pairs))
+            mean = sum(u * v for u, v in pairs) - 1.3 * c * drop
             variance = 0.05**2 + 0.03**2 * sum(v * v for v in shown)
-            variance += 0.08**2 * sum(abs(u) * v * v for u, v in zip(weights, shown, strict=True))
+            variance += 0.08**2 * sum(abs(u) * v * v for u, v in pairs)
             code = round((mean + math.sqrt(variance) * normal[tile, row, out]) / (2.7 / 63))
             total[row, out] += min(max(code, -63), 63) * 2.7 / 63
     return total
@@ -77,12 +74,16 @@ def test_a_product_is_that_of_the_plain_loop() -> None:
     assert (np.abs(wrong.read(x, Given(normal)).numpy() - expected) > 1e-5).sum() > 5
 
 
-def test_without_imperfections_products_and_short_sums_are_exact() -> None:
+def test_without_imperfections_products_are_exact_and_converters_show_codes() -> None:
     x, w, _ = data()
     found = TiledProduct(w, Converter(), ProductSettings()).read(x, SeededStream(1, "t"))
     assert torch.allclose(found, x @ w.T, atol=1e-5)
     weights = Pairs(torch.rand(8, 700) * 2 - 1, settings_of("hermes"), chip=3, number=0).weights(5.0, 1)
     assert torch.equal(weights * 2**14, (weights * 2**14).round())
+    converter = Converter(input_bits=3)
+    x = torch.tensor([-1.0, -0.4, 0.1, 0.0, 0.2, 1.0])
+    assert torch.allclose(converter.shown(x), torch.tensor([-1.0, -1 / 3, 0.0, 0.0, 1 / 3, 1.0]))
+    assert Converter(input_bits=8).shown(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("bits", [None, 7])
@@ -108,14 +109,8 @@ def test_the_kernel_and_the_torch_operations_agree() -> None:
     read = mean + (constant[:, None] + 0.08**2 * current).sqrt() * normal[0]
     step = float(read.abs().amax(dim=1).median()) / 63  # about half of the rows meet the bound
     total, saturated = torch.zeros(9, 11), torch.zeros(9, dtype=torch.bool)
-    add_codes(
-        total.numpy(),
-        saturated.numpy(),
-        *(part.numpy() for part in (*parts, normal[0])),
-        0.08**2,
-        np.float32(step),
-        np.float32(63),
-    )
+    arrays = (each.numpy() for each in (total, saturated, *parts, normal[0]))
+    add_codes(*arrays, 0.08**2, np.float32(step), np.float32(63))
     codes = (read / step).round()
     assert torch.allclose(total, codes.clamp(-63, 63) * step, atol=1e-6)
     met = (codes.abs() >= 63).any(dim=1)
@@ -125,18 +120,11 @@ def test_the_kernel_and_the_torch_operations_agree() -> None:
 
 @pytest.mark.compiled
 def test_threads_do_not_change_a_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randint(-1, 2, (64, 20), generator=torch.Generator().manual_seed(1)).float()
+    x = ternary(64, 20, 1)
     w = (torch.rand(300, 20, generator=torch.Generator().manual_seed(2)) * 2**14).round() / 2**14
-    product, found = TiledProduct(w, CONVERTER, SETTINGS.model_copy(update={"ir_drop": 0.0})), []
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            monkeypatch.setattr(products, "_ELEMENTS_PER_THREAD", 64)
-            found.append(product.read(x, SeededStream(5, "t")))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*found)
+    product = TiledProduct(w, CONVERTER, SETTINGS.model_copy(update={"ir_drop": 0.0}))
+    monkeypatch.setattr(products, "_ELEMENTS_PER_THREAD", 64)
+    assert torch.equal(*with_threads(lambda: product.read(x, SeededStream(5, "t")), 1, 3))
 
 
 def test_the_limits_of_the_noise_hold_for_every_input() -> None:
@@ -175,15 +163,7 @@ def test_rounded_variance_is_extreme_on_a_code_and_half_way() -> None:
     ],
 )
 def test_a_converter_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Converter(**wrong)
-
-
-def test_a_converter_shows_its_codes() -> None:
-    converter = Converter(input_bits=3)
-    x = torch.tensor([-1.0, -0.4, 0.1, 0.0, 0.2, 1.0])
-    assert torch.allclose(converter.shown(x), torch.tensor([-1.0, -1 / 3, 0.0, 0.0, 1 / 3, 1.0]))
-    assert Converter(input_bits=8).shown(torch.tensor([-1.0, 0.0, 1.0])).tolist() == [-1.0, 0.0, 1.0]
+    refuses(ValueError, message, Converter, **wrong)
 
 
 DEVICES = 2**18
@@ -192,9 +172,7 @@ TIMES_S = {"1 s": 1.0, "1 h": 3600.0, "1 d": 86400.0, "1 y": 365.25 * 86400}
 
 def settings_of(name: str, **changes: Any) -> Any:
     """Return a preset's section; targets stand on the positive side only."""
-    settings = load_description(name, {"crossbar": changes} if changes else None).crossbar
-    assert settings is not None
-    return settings
+    return load_description(name, {"crossbar": changes} if changes else None).crossbar
 
 
 def found_moments(name: str, g: float, seconds: float) -> tuple[float, float, float, float]:
@@ -267,8 +245,8 @@ def test_the_stated_moments_are_those_of_devices(name: str, seconds: float) -> N
         ("hermes", "spread", 0.97, "1 s"),
     ],
 )
-def test_a_constant_that_is_3_percent_off_is_found(
-    preset: str, function: str, factor: float, time: str, monkeypatch: pytest.MonkeyPatch
+def test_a_constant_3_percent_off_is_found(
+    preset: str, function: str, factor: float, time: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(conductances, function, scaled(function, factor))
     assert not agrees(preset, 1.0, TIMES_S[time])

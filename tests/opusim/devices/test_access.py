@@ -19,37 +19,45 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.lighton import quiet
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable
-from tests.support.patience import patient
+from tests.opusim.common import refuses
+from tests.support.patience import eventually, patient
 
 X = torch.randint(-1, 2, (4, 12), generator=torch.Generator().manual_seed(2))
 
 
 class Scripted(GaussianDevice):
-    """Does what the test tells it to before it reads."""
+    """Does what the test tells it to when it opens and closes, before it reads and with what it read."""
 
     opened = 0
 
     def __init__(self, *arguments: Any, **window: Any) -> None:
         super().__init__(*arguments, **window)
         self.before: Any = lambda: None
+        self.on_open: Any = lambda: None
+        self.on_close: Any = lambda: None
         self.after: Any = lambda y: y
 
     def _open(self) -> None:
+        self.on_open()
         self.opened += 1
+
+    def _close(self) -> None:
+        self.on_close()
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         self.before()
         return self.after(super()._project(x))
 
 
+def closed(**access: Any) -> Scripted:
+    return Scripted(load_description("gaussian", {"access": access}), n_inputs=12, n_outputs=40)
+
+
 def scripted(**access: Any) -> Scripted:
-    description = load_description("gaussian", {"access": access})
-    return Scripted(description, n_inputs=12, n_outputs=40).open()
+    return closed(**access).open()
 
 
-class Failing:
-    """Raises an error the first few times."""
-
+class Failing:  # raises an error the first few times
     def __init__(self, error: Exception, times: int) -> None:
         self.error, self.left = error, times
 
@@ -60,13 +68,16 @@ class Failing:
 
 
 @pytest.mark.parametrize("kind", [DeviceTimeout, DeviceUnavailable, DeviceBusy])
-def test_a_failure_that_passes_is_survived_by_reconnecting(kind: type[Exception]) -> None:
-    with scripted(attempts=4, backoff_s=0.0) as device, scripted() as healthy:
+def test_a_failure_that_passes_is_survived(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with scripted(attempts=4, backoff_s=0.5) as device, scripted() as healthy:
         device.before = Failing(kind("gone"), 3)
         device.seek(5)
         healthy.seek(5)
         assert torch.equal(device.project(X), healthy.project(X))
         assert device.opened == 4
+    assert waits == [0.5, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -82,42 +93,31 @@ def test_a_drivers_own_error_is_a_devices(error: OSError, kind: type[DeviceError
         device.before = Failing(error, 1)
         assert device.project(X).shape == (4, 40)
         impatient.before = Failing(error, 1)
-        with pytest.raises(kind, match=rf"'gaussian' .*{error}.* raise access.attempts if it may pass"):
-            impatient.project(X)
+        refuses(kind, rf"'gaussian' .*{error}.* raise access.attempts if it may pass", impatient.project, X)
 
 
 def test_a_drivers_error_at_opening_is_a_devices_and_hidden_methods_are_named() -> None:
-    class Unplugged(Scripted):
-        def _open(self) -> None:
-            raise OSError("no such camera")
-
-    with pytest.raises(DeviceUnavailable, match="no such camera"):
-        Unplugged(load_description("gaussian"), n_inputs=12, n_outputs=40).open()
-    device = Scripted(load_description("gaussian"), n_inputs=12, n_outputs=40)
+    device = closed()
+    device.on_open = Failing(OSError("no such camera"), 1)
+    refuses(DeviceUnavailable, "no such camera", device.open)
     device._read = 0.5  # type: ignore[assignment,method-assign]  # planted: read noise, say
-    with pytest.raises(TypeError, match=r"Scripted sets self\._read, .*rename the attribute"):
-        device.open()
+    refuses(TypeError, r"Scripted sets self\._read, .*rename the attribute", device.open)
 
 
-def test_a_failure_is_reported_with_its_tries_and_a_fault_is_not_tried_again() -> None:
+def test_failures_keep_their_kind_and_count_their_tries() -> None:
     with scripted(attempts=3, backoff_s=0.0) as device:
         device.before = Failing(DeviceUnavailable("gone"), 3)
-        with pytest.raises(DeviceUnavailable, match=r"gone \(tried 3 times\)"):
-            device.project(X)
+        refuses(DeviceUnavailable, r"gone \(tried 3 times\)", device.project, X)
     with scripted(attempts=3, backoff_s=0.0) as device:
         device.before = Failing(DeviceFault("broken"), 1)
-        with pytest.raises(DeviceFault, match="broken$"):
-            device.project(X)
+        refuses(DeviceFault, "broken$", device.project, X)
         assert device.opened == 1
-
-
-def test_waits_double(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    with scripted(attempts=4, backoff_s=0.5) as device:
-        device.before = Failing(DeviceUnavailable("gone"), 3)
-        device.project(X)
-    assert waits == [0.5, 1.0, 2.0]
+    with scripted(timeout_s=30.0) as device:
+        device.before = Failing(ValueError("as it was"), 1)
+        refuses(ValueError, "as it was", device.project, X)
+    with scripted() as device:
+        device.after = lambda y: torch.full_like(y, 3e38)  # their sum is infinite, none of them is
+        assert device.project(X).max() == torch.tensor(3e38)
 
 
 @patient
@@ -125,8 +125,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_next_is_made(pace: float) -> N
     release, limit = threading.Event(), 0.2 * pace
     with scripted(timeout_s=limit) as device:
         device.before = release.wait
-        with pytest.raises(DeviceTimeout, match=f"'gaussian' did not answer within {limit:g} s"):
-            device.project(X)
+        refuses(DeviceTimeout, f"'gaussian' did not answer within {limit:g} s", device.project, X)
         device.before = lambda: None
         assert device.project(X).shape == (4, 40)
         release.set()
@@ -145,68 +144,51 @@ def test_a_simulation_that_is_left_behind_ends_at_its_next_pause() -> None:
         assert not any(thread.is_alive() for thread in left)
 
 
-@pytest.mark.parametrize("access", [None, {"timeout_s": 30.0}])
-def test_a_device_that_does_not_open_gives_back_what_it_took(access: dict[str, Any] | None) -> None:
-    held = list[int]()
+@pytest.mark.parametrize("access", [{}, {"timeout_s": 30.0}])
+def test_a_device_that_does_not_open_gives_back_what_it_took(access: dict[str, Any]) -> None:
+    held, device = list[int](), closed(**access)
 
-    class Refusing(Scripted):
-        def _open(self) -> None:
-            held.append(1)
-            raise OSError("the mirrors do not answer")
+    def opening() -> None:
+        held.append(1)
+        raise OSError("the mirrors do not answer")
 
-        def _close(self) -> None:
-            held.pop()
-
-    description = load_description("gaussian", {} if access is None else {"access": access})
-    device = Refusing(description, n_inputs=12, n_outputs=40)
+    device.on_open, device.on_close = opening, held.pop
     for _ in range(2):
-        with pytest.raises(DeviceUnavailable, match="the mirrors do not answer"):
-            device.open()
+        refuses(DeviceUnavailable, "the mirrors do not answer", device.open)
         assert not held
-    Refusing._close = lambda self: held.remove(7)  # which fails too, and hides nothing
-    with pytest.raises(DeviceUnavailable, match="the mirrors do not answer"):
-        device.open()
+    device.on_close = lambda: held.remove(7)  # which fails too, and hides nothing
+    refuses(DeviceUnavailable, "the mirrors do not answer", device.open)
 
 
 @pytest.mark.parametrize("access", [{}, {"timeout_s": 30.0}])
 @pytest.mark.parametrize(("error", "kind"), [(OSError, DeviceUnavailable), (TimeoutError, DeviceTimeout)])
 def test_an_opening_that_fails_is_repeated_like_a_call_under_the_same_lock(
-    access: dict[str, Any],
-    error: type[OSError],
-    kind: type[DeviceError],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    access: dict, error: type[OSError], kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    waits, held = list[float](), list[str]()
+    waits, held, failing = list[float](), list[str](), Failing(error("the camera starts"), 3)
     monkeypatch.setattr(time, "sleep", waits.append)
+    device = closed(attempts=4, backoff_s=0.5, exclusive=True, **access)
 
-    class Waking(Scripted):
-        failing = Failing(error("the camera starts"), 3)
+    def opening() -> None:
+        assert is_held(lock_file(device.name))
+        assert not held, "what an earlier attempt opened is closed"
+        held.append("mirrors")
+        device.opened_parts.callback(held.remove, "mirrors")
+        failing()
 
-        def _open(self) -> None:
-            assert is_held(lock_file(self.name))
-            assert not held, "what an earlier attempt opened is closed"
-            held.append("mirrors")
-            self.opened_parts.callback(held.remove, "mirrors")
-            self.failing()
-            super()._open()
-
-    access = {"attempts": 4, "backoff_s": 0.5, "exclusive": True, **access}
-    device = Waking(load_description("gaussian", {"access": access}), n_inputs=12, n_outputs=40)
+    device.on_open = opening
     with device:
         assert (waits, device.opened, held) == ([0.5, 1.0, 2.0], 1, ["mirrors"])
         assert device.usage.frames == 0
         assert device.project(X).shape == (4, 40)
     assert not held
-    device.failing.left = 4
-    with pytest.raises(kind, match=r"the camera starts.* \(tried 4 times\)$"):
-        device.open()
+    failing.left = 4
+    refuses(kind, r"the camera starts.* \(tried 4 times\)$", device.open)
     assert not held
     assert not is_held(lock_file(device.name))
-    device.failing = Failing(DeviceFault("broken"), 1)
-    with pytest.raises(DeviceFault, match="broken$"):
-        device.open()
+    failing.error, failing.left = DeviceFault("broken"), 1
+    refuses(DeviceFault, "broken$", device.open)
 
 
 def test_a_quiet_call_left_behind_silences_no_other_thread(capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,58 +216,43 @@ def test_a_quiet_call_left_behind_silences_no_other_thread(capsys: pytest.Captur
 
 def test_opening_that_ends_after_its_time_out_is_closed_again() -> None:
     release, events = threading.Event(), list[str]()
+    device = closed(timeout_s=0.05, attempts=3, backoff_s=0.0)  # two openings at once would collide
 
-    class Slow(Scripted):
-        def _open(self) -> None:
-            release.wait(60)
-            self.opened_parts.callback(events.append, "a part is closed")
-            events.append("opened")
+    def opening() -> None:
+        release.wait(60)
+        device.opened_parts.callback(events.append, "a part is closed")
+        events.append("opened")
 
-        def _close(self) -> None:
-            events.append("closed")
-
-    access = {"timeout_s": 0.05, "attempts": 3, "backoff_s": 0.0}  # two openings at once would collide
-    device = Slow(load_description("gaussian", {"access": access}), n_inputs=12, n_outputs=40)
-    with pytest.raises(DeviceTimeout, match="raise access.timeout_s if it needs longer$"):
-        device.open()
+    device.on_open, device.on_close = opening, lambda: events.append("closed")
+    refuses(DeviceTimeout, "raise access.timeout_s if it needs longer$", device.open)
     assert events == ["closed"]
     release.set()
-    until = time.monotonic() + 60
-    while len(events) < 4 and time.monotonic() < until:
-        time.sleep(0.01)
+    assert eventually(lambda: len(events) == 4)
     assert events == ["closed", "opened", "closed", "a part is closed"]
 
 
 def test_parts_that_were_opened_are_closed_if_a_later_one_does_not_open() -> None:
-    held = list[str]()
+    held, device, shutter = list[str](), closed(), Failing(OSError("the shutter does not answer"), 1)
 
-    class Bench(Scripted):
-        def _open(self) -> None:
-            for part in ("mirrors", "camera"):
-                held.append(part)
-                self.opened_parts.callback(held.remove, part)
-            if self.opened == 0:
-                raise OSError("the shutter does not answer")
+    def opening() -> None:
+        for part in ("mirrors", "camera"):
+            held.append(part)
+            device.opened_parts.callback(held.remove, part)
+        shutter()
 
-        def _close(self) -> None:
-            raise OSError("the link is down")
-
-    device = Bench(load_description("gaussian"), n_inputs=12, n_outputs=40)
-    with pytest.raises(DeviceUnavailable, match="the shutter does not answer"):
-        device.open()
+    device.on_open, device.on_close = opening, Failing(OSError("the link is down"), 2)
+    refuses(DeviceUnavailable, "the shutter does not answer", device.open)
     assert not held
-    device.opened = 1
     device.open()
     assert held == ["mirrors", "camera"]
-    with pytest.raises(OSError, match="the link is down"):
-        device.close()
+    refuses(OSError, "the link is down", device.close)
     assert not held
 
 
 @pytest.mark.parametrize("error", [OSError("the link is down"), RuntimeError("handle 0")])
 def test_a_lost_device_that_does_not_close_is_reconnected(error: Exception) -> None:
     with scripted(attempts=2, backoff_s=0.0) as device:
-        device._close = Failing(error, 1)  # type: ignore[method-assign]
+        device.on_close = Failing(error, 1)
         device.before = Failing(DeviceTimeout("gone"), 1)
         assert device.project(X).shape == (4, 40)
 
@@ -319,16 +286,6 @@ def test_calls_are_split_so_that_none_takes_longer_than_the_time_out(act: str) -
         assert device.usage.frames == 600
 
 
-def test_an_error_behind_a_time_out_keeps_its_kind_and_huge_readings_are_no_fault() -> None:
-    with scripted(timeout_s=30.0) as device:
-        device.before = Failing(ValueError("as it was"), 1)
-        with pytest.raises(ValueError, match="as it was"):
-            device.project(X)
-    with scripted() as device:
-        device.after = lambda y: torch.full_like(y, 3e38)  # their sum is infinite, none of them is
-        assert device.project(X).max() == torch.tensor(3e38)
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -342,8 +299,7 @@ def test_an_error_behind_a_time_out_keeps_its_kind_and_huge_readings_are_no_faul
 def test_impossible_readings_are_refused(spoil: Any, message: str) -> None:
     with scripted() as device:
         device.after = spoil
-        with pytest.raises(DeviceFault, match=message):
-            device.project(X)
+        refuses(DeviceFault, message, device.project, X)
 
 
 def test_one_holder_whose_name_the_next_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,38 +311,21 @@ with open_device("gaussian", n_inputs=4, n_outputs=4, access={"exclusive": True}
     print("open", flush=True)
     sys.stdin.read()
 """
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdin is not None
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    holder = subprocess.Popen([sys.executable, "-c", code], **pipes)
     try:
         assert holder.stdout.readline() == "open\n"
-        with pytest.raises(DeviceBusy, match=f"'gaussian' is held by process {holder.pid} on .* since"):
-            scripted(exclusive=True)
+        refuses(DeviceBusy, f"is held by process {holder.pid} on .* since", scripted, exclusive=True)
         holder.kill()  # the kernel gives the lock back
         holder.wait()
         with scripted(exclusive=True) as device:
-            with pytest.raises(DeviceBusy, match="held by process"):
-                scripted(exclusive=True)
+            refuses(DeviceBusy, "held by process", scripted, exclusive=True)
             assert device.project(X).shape == (4, 40)
         scripted(exclusive=True).close()
     finally:
         holder.kill()
         holder.communicate()
     assert lock_file("a/b c").name == "a_b_c.lock"
-
-
-def test_a_device_that_does_not_open_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-
-    class Missing(GaussianDevice):
-        def _open(self) -> None:
-            raise DeviceUnavailable("not there")
-
-    description = load_description("gaussian", {"access": {"exclusive": True}})
-    with pytest.raises(DeviceUnavailable, match="not there"):
-        Missing(description, n_inputs=12, n_outputs=40).open()
-    scripted(exclusive=True).close()
 
 
 def test_a_quiet_call_that_ends_late_puts_no_closed_stream_back() -> None:

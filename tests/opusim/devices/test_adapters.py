@@ -22,6 +22,7 @@ from opusim.description.schema import load_description
 from opusim.devices.base import NoisyDevice
 from opusim.devices.bench import HarvestersCamera, MicroManagerCamera, PylonCamera, ophyd_detector
 from opusim.errors import DeviceFault
+from tests.opusim.common import refuses
 from tests.support.command import opusim
 
 pytest.importorskip("slmsuite", reason="the libraries of instruments come with `make adapters`")
@@ -61,7 +62,6 @@ def test_the_documented_command_calibrates_slmsuites_camera_from_its_frames(pair
     calibrated = opusim("device", "calibrate", *arguments, cwd=Path.cwd())
     assert calibrated.returncode == 0, calibrated.stderr
     found = load_description("calibrated/camera_low_light_measured.toml").camera
-    assert found is not None
     for key, error in (("gain_dn_per_e", 0.0028), ("read_noise_e", 0.0073)):  # standard errors of the table
         assert getattr(found.sensor, key) == pytest.approx(getattr(SENSOR.sensor, key), abs=5 * error)
 
@@ -127,9 +127,8 @@ def test_micro_managers_demo_camera_gives_frames() -> None:
     grabber = MicroManagerCamera(core, waits.append)
     assert (grabber.bits, grabber.shape) == (12, (512, 512))
     for binning in (1, 2):
-        assert (
-            grabber.configure(exposure_us=500.0, roi=(16, 32, 64, 48), binning=binning, trigger=True) == 500.0
-        )
+        settings = {"exposure_us": 500.0, "roi": (16, 32, 64, 48), "trigger": True}
+        assert grabber.configure(binning=binning, **settings) == 500.0
         frames, numbers = grabber.grab(5)
         assert (frames.shape, frames.dtype) == ((5, 64 // binning, 48 // binning), np.uint16)
         assert np.diff([*numbers, *grabber.grab(2)[1]]).tolist() == [1] * 6
@@ -202,11 +201,10 @@ def test_plans_of_bluesky_count_readings_and_close_a_device_that_fails() -> None
     assert len(taken) == 3
     assert not np.array_equal(taken[0], taken[1])
     assert len(set(map(id, opened))) == 1
-    with pytest.raises(Exception, match="the laser is off"):
-        documents_of(detector, lambda opu: plans.count([opu]))
+    refuses(Exception, "the laser is off", documents_of, detector, lambda opu: plans.count([opu]))
     assert not any(device.is_open for device in opened)
-    with pytest.raises(ValueError, match="'camera.name' ends in a name that is taken, 'name'"):
-        ophyd_detector("camera", read, scanned={"camera.name": 1.0})
+    told, scanned = "'camera.name' ends in a name that is taken, 'name'", {"camera.name": 1.0}
+    refuses(ValueError, told, ophyd_detector, "camera", read, scanned=scanned)
 
 
 CALLS = {

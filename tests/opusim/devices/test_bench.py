@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import opusim
 from opusim import ConfigError, open_device
-from opusim.cli import app as device_commands
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.bench import (
@@ -32,15 +30,18 @@ from opusim.errors import CapabilityMissing, DeviceFault, DeviceTimeout, DeviceU
 from opusim.noise import MeasuredNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
 from opusim.training.reports.run_report import write_report
+from tests.opusim.common import changed, device_refuses, refuses, run_device
 
 OWN = Path(__file__).parents[2] / "support" / "own_bench"
 MODULES = ("optical_bench", "ALP4", "pylablib", "pylablib.devices", "pylablib.devices.DCAM", "my_bench")
 SIZES: dict[str, Any] = {"mirrors": (24, 32), "sensor": (32, 32), "pupil": (0.32, 0.32)}
+Modules = dict[str, ModuleType]
+WINDOW: dict[str, Any] = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS}
 SETTINGS: dict[str, Any] = {"frame_period_us": 1000.0, "macro_pixel": 4, "region_step": 4}
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[dict[str, ModuleType]]:
+def modules() -> Iterator[Modules]:
     """The optical bench, the doubles of the libraries, and the laboratory's own code; they leave with the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(OWN))
@@ -51,7 +52,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
 
 @pytest.fixture(scope="module")
-def sound(modules: dict[str, ModuleType]) -> Any:
+def sound(modules: Modules) -> Any:
     """One medium for all tests."""
     return modules["optical_bench"].use(modules["optical_bench"].OpticalBench(**SIZES))
 
@@ -81,12 +82,12 @@ Opener = Callable[..., BenchDevice]
 
 
 @pytest.fixture
-def opener(optics: Any, modules: dict[str, ModuleType], folder: Path) -> Opener:
+def opener(optics: Any, modules: Modules, folder: Path) -> Opener:
     """Opens the bench with the setup that it had when it was sound."""
 
     def opened(**options: Any) -> BenchDevice:
         mine = modules["my_bench"]
-        given = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "setup": str(folder), **SETTINGS, **options}
+        given = {**WINDOW, "setup": str(folder), **SETTINGS, **options}
         return open_bench(given.pop("patterns", mine.Mirrors), given.pop("grabber", mine.Camera), **given)
 
     if not list(folder.iterdir()):
@@ -96,9 +97,7 @@ def opener(optics: Any, modules: dict[str, ModuleType], folder: Path) -> Opener:
     return opened
 
 
-class TestBench(DeviceContract):
-    """A device like any other."""
-
+class TestBench(DeviceContract):  # a device like any other
     replayable = False
 
     @pytest.fixture(autouse=True)
@@ -117,9 +116,6 @@ class TestBench(DeviceContract):
         super().test_a_reading_does_not_depend_on_its_batch()
 
 
-# Frames and patterns
-
-
 def projected(device: BenchDevice, x: torch.Tensor, b: torch.Tensor) -> float:
     """Root mean square of readings less B x, over what noise explains."""
     noise = device.noise.variance_bounds()[1].mean()
@@ -127,10 +123,9 @@ def projected(device: BenchDevice, x: torch.Tensor, b: torch.Tensor) -> float:
 
 
 FAULTS = {
-    "dropped_frames": "jumps by 2 at frame [0-9]+: its pulse came, and the frame was lost on the way; check the "
-    "link and the host's buffer, lower bench.frames_per_sequence, or lengthen frames.frame_period_us = 1000$",
-    "missed_pulses": "1 frames are missing, without a gap in the camera's counter; .* it missed pulses: lengthen "
-    "frames.frame_period_us = 1000, which must hold the exposure .*, or check the trigger cable$",
+    "dropped_frames": "jumps by 2 at frame [0-9]+: its pulse came, and the frame was lost .* the host's buffer, lower "
+    "bench.frames_per_sequence, or lengthen frames.frame_period_us = 1000$",
+    "missed_pulses": "1 frames are missing, without a gap .*: lengthen frames.frame_period_us = 1000, .* cable$",
     "doubled_frames": "stands still.*; let Grabber.grab return each frame once",
     "extra_pulses": "1 frames too many came; .*the trigger's polarity, and reflections on its cable$",
     "stale_frames": "are equal, and their patterns differ; let Grabber.grab copy each frame [^;]*$",
@@ -149,13 +144,10 @@ def test_frames_that_do_not_match_are_taken_again(fault: str, told: str, optics:
         assert device.repeated_sequences == 1
         assert projected(device, x, b) < 1.5
         getattr(optics, fault).update(range(optics.pulses + 5, optics.pulses + 5000, 41))  # in every try
-        with pytest.raises(DeviceFault, match=f"3 of 3 tries: .*{told}"):
-            device.project(x)
+        refuses(DeviceFault, f"3 of 3 tries: .*{told}", device.project, x)
 
 
-def test_a_missed_and_an_extra_pulse_are_seen_by_the_marks(
-    optics: Any, opener: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_marks_see_a_missed_and_an_extra_pulse(optics: Any, opener: Opener, monkeypatch: Any) -> None:
     """Counters and numbers of frames are right then, and the frames between the two are shifted."""
     x = reference_vectors(30, N_INPUTS)
     with opener() as device:
@@ -172,31 +164,19 @@ def test_a_missed_and_an_extra_pulse_are_seen_by_the_marks(
         assert projected(device, x, b) > 10, "shifted frames pass for readings"
 
 
-@pytest.mark.parametrize(
-    ("faults", "options", "told"),
-    [
-        (
-            {"power": 6.0},
-            {},
-            "the anchor that marks .*[0-9]: there is too much light; dim the laser, or cover .*",
-        ),
-        (
-            {"power": 6.0},
-            {"range_share": 0.45},
-            "DN, saturated at full scale, and not .*: there is too much light;",
-        ),
-        ({"power": 1e6}, {}, "shows 409.*, saturated at full scale, and not .*: there is too much light;"),
-        (
-            {"ambient_e_per_us": 10.0},
-            {},
-            "frames are shifted, or there is light that no mirror .*; cover the bench",
-        ),
-        ({"power": 0.0}, {}, "frames are shifted, or the light is gone; check laser and shutter"),
-    ],
-    ids=["six times", "six times, wide range", "all full", "ambient", "gone"],
-)
-def test_light_that_changes_far_is_told_without_cable_and_period(
-    faults: dict[str, Any], options: dict[str, Any], told: str, optics: Any, opener: Opener
+TOO_MUCH = "there is too much light; dim the laser, or cover"
+FAR = {
+    "six times": ({"power": 6.0}, {}, f"the anchor that marks .*[0-9]: {TOO_MUCH}"),
+    "six times, wide range": ({"power": 6.0}, {"range_share": 0.45}, f"at full scale, .*: {TOO_MUCH}"),
+    "all full": ({"power": 1e6}, {}, f"shows 409.*, saturated at full scale, and not .*: {TOO_MUCH}"),
+    "ambient": ({"ambient_e_per_us": 10.0}, {}, "there is light that no mirror .*; cover the bench"),
+    "gone": ({"power": 0.0}, {}, "frames are shifted, or the light is gone; check laser and shutter"),
+}
+
+
+@pytest.mark.parametrize(("faults", "options", "told"), FAR.values(), ids=FAR)
+def test_light_that_changes_far_is_told(
+    faults: dict, options: dict, told: str, optics: Any, opener: Opener
 ) -> None:
     x = reference_vectors(4, N_INPUTS)
     with opener(**{"setup": None, **options} if options else {}) as device:
@@ -205,156 +185,72 @@ def test_light_that_changes_far_is_told_without_cable_and_period(
             device.project(x)
         assert device.repeated_sequences == 0
         vars(optics).update(faults)
-        with pytest.raises(DeviceFault, match=f"{told}[^;]*$"):
-            device.project(x)
+        refuses(DeviceFault, f"{told}[^;]*$", device.project, x)
 
 
-def test_a_pulse_too_many_between_calls_is_seen_by_the_counter(optics: Any, opener: Opener) -> None:
-    with opener() as device:
-        device.project(reference_vectors(1, N_INPUTS))
-        device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame without a pulse
-        device.project(reference_vectors(1, N_INPUTS))
-        assert device.repeated_sequences == 1
+NEW: dict[str, Any] = {"setup": None}
+INVERTED = "the blank frame is brighter than the anchor: .* invert the bits"
+SATURATED, DARK = "saturation; dim the laser", "no light of the mirrors .* lengthen"
+CURVED = "readings do not add up: .* switch gamma, .* off, .* largest number$"
+LIGHT = "the light changed to 0.4 times since the setup of .* up, set .* gain and bit depth as they "
+DEAD = "the light changed to .* times since .*, it is gone: check laser and shutter, that the"
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    # a new setup
+    "saturation": ({"power": 40.0, "shortest_us": 100.0}, NEW | {"shortest_exposure_us": 100.0}, SATURATED),
+    "saturation as set": ({"power": 40.0}, NEW | {"exposure_us": 400.0}, f"{SATURATED}, or lower bench.expo"),
+    "dark": ({"power": 0.0}, NEW, f"{DARK} frames.frame_period_us if the exposure"),
+    "dark as set": ({"power": 0.0}, NEW | {"exposure_us": 9.0}, f"{DARK} bench.exposure_us if the"),
+    "inverted": ({"inverted": True}, NEW, INVERTED),
+    "inverted and bright": ({"inverted": True, "power": 5.0}, NEW, INVERTED),
+    "ambient": ({"ambient_e_per_us": 100.0}, NEW, "light reaches the camera that no mirror switches"),
+    "incoherent": ({"coherent": False}, NEW, "light of data and reference mirrors does not interfere"),
+    "bent": ({"gamma": 0.5}, NEW, r"readings do not add up: .* switch gamma, automatic exposure"),
+    "drift": ({"drift_per_frame": 4e-4}, NEW, "drift: the medium moves"),
+    "few": ({}, NEW | {"n_outputs": 5000}, "of 5000: speckle is independent every 2 rows and 2 columns"),
+    # the setup that is kept
+    "light": ({"power": 0.4}, {}, f"{LIGHT}were, or .*remove its file.$"),
+    "gamma": ({"gamma": 0.45}, {}, CURVED),  # 2.5 times the light
+    "dark gamma": ({"gamma": 2.2}, {}, CURVED),
+    "quarter": ({"electrons_per_us": 3.1}, {}, r"0.26 times .*, about 2\^-2, .* had 10 bits instead of 12:"),
+    "sixteenth": ({"electrons_per_us": 0.77}, {}, r"about 2\^-4, .* had 8 bits instead of 12: set its bit"),
+    "8 bits": ({"bits": 8, "black_dn": 1.25}, {}, r"end at 255 = 2\^8 - 1, and bits = 12; .* 12 bits$"),
+    "medium": ({"angle": 1.2}, {}, "the medium is another: frames of the anchor correlate by"),
+    "full well": ({"full_well_e": 2500.0}, {}, "add up: .* lower bench.range_share if its pixels are full"),
+    "period": ({"readout_us": 2000.0}, {}, "missed pulses: lengthen frames.frame_period_us = 1000"),
+    "cable": ({"cable": False}, {}, "no frame came; .* delivers when it runs freely, .*: check the trigger"),
+    "gone": ({"power": 0.0}, {}, DEAD),
+}
+SLOW = [pytest.param(name, marks=[pytest.mark.slow] if name == "drift" else []) for name in REFUSED]
 
 
-# What an opening refuses, by name
-
-
-@pytest.mark.parametrize(
-    ("faults", "options", "told"),
-    [
-        ({"power": 40.0, "shortest_us": 100.0}, {"shortest_exposure_us": 100.0}, "saturation; dim the laser"),
-        ({"power": 40.0}, {"exposure_us": 400.0}, "saturation; dim the laser, or lower bench.exposure_us"),
-        ({"power": 0.0}, {}, "no light of the mirrors .* lengthen frames.frame_period_us if the exposure"),
-        (
-            {"power": 0.0},
-            {"exposure_us": 9.0},
-            "no light of the mirrors .* lengthen bench.exposure_us if the",
-        ),
-        ({"inverted": True}, {}, "the blank frame is brighter than the anchor: .* invert the bits"),
-        (
-            {"inverted": True, "power": 5.0},
-            {},
-            "the blank frame is brighter than the anchor: .* invert the bits",
-        ),
-        ({"ambient_e_per_us": 100.0}, {}, "light reaches the camera that no mirror switches"),
-        ({"coherent": False}, {}, "not an anchor: light of data and reference mirrors does not interfere"),
-        ({"gamma": 0.5}, {}, r"readings do not add up: .* switch gamma, automatic exposure"),
-        pytest.param({"drift_per_frame": 4e-4}, {}, "drift: the medium moves", marks=pytest.mark.slow),
-        ({}, {"n_outputs": 5000}, "outputs of 5000: speckle is independent every 2 rows and 2 columns"),
-    ],
-    ids=[
-        *(
-            "saturation",
-            "saturation as set",
-            "dark",
-            "dark as set",
-            "inverted",
-            "inverted and bright",
-            "ambient",
-        ),
-        *("incoherent", "gamma", "drift", "too few"),
-    ],
-)
-def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(
-    faults: dict[str, Any], options: dict[str, Any], told: str, optics: Any, opener: Opener
-) -> None:
+@pytest.mark.parametrize("cause", SLOW)
+def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(cause: str, optics: Any, opener: Any) -> None:
+    faults, options, told = REFUSED[cause]
     vars(optics).update(faults)
     optics.forget()
-    with pytest.raises(DeviceFault, match=told) as caught:
-        opener(setup=None, **options)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 400
+    assert len(refuses(DeviceFault, told, opener, **options)) < 400
 
 
-@pytest.mark.parametrize(
-    ("faults", "told"),
-    [
-        (
-            {"power": 0.4},
-            "the light changed to 0.4 times since the setup of .* up, set the camera's gain and bit depth as they "
-            "were, or .*remove its file.$",
-        ),
-        ({"gamma": 0.45}, "readings do not add up: .* switch gamma, .* off, .* largest number$"),  # 2.5 times
-        ({"gamma": 2.2}, "readings do not add up: .* switch gamma, .* off, .* largest number$"),
-        (
-            {"electrons_per_us": 3.1},
-            r"0.26 times .*, about 2\^-2, as if .* numbers had 10 bits instead of 12:",
-        ),
-        (
-            {"electrons_per_us": 0.77},
-            r"0.06. times .*, about 2\^-4, .* had 8 bits instead of 12: set its bit",
-        ),
-        ({"bits": 8, "black_dn": 1.25}, r"numbers end at 255 = 2\^8 - 1, and bits = 12; .* deliver 12 bits$"),
-        ({"angle": 1.2}, "the medium is another: frames of the anchor correlate by"),
-        ({"full_well_e": 2500.0}, "do not add up: .* lower bench.range_share if its pixels are full below"),
-        (
-            {"readout_us": 2000.0},
-            "frames are missing, .* missed pulses: lengthen frames.frame_period_us = 1000",
-        ),
-        (
-            {"cable": False},
-            "no frame came; the camera delivers when it runs freely, .*: check the trigger cable",
-        ),
-        (
-            {"power": 0.0},
-            "the light changed to .* times since .*, it is gone: check laser and shutter, that the",
-        ),
-    ],
-    ids=[
-        "light",
-        "gamma",
-        "dark gamma",
-        "quarter",
-        "sixteenth",
-        "8 bits",
-        "medium",
-        "full well",
-        "period",
-        "cable",
-        "gone",
-    ],
-)
-def test_a_bench_of_another_setup_is_refused(faults: dict, told: str, optics: Any, opener: Opener) -> None:
-    vars(optics).update(faults)
-    optics.forget()
-    with pytest.raises(DeviceFault, match=told):
-        opener()
-
-
-def test_more_bits_than_the_camera_has_are_named(
-    optics: Any, opener: Opener, modules: dict[str, ModuleType]
-) -> None:
+def test_more_bits_than_the_camera_has_are_named(optics: Any, opener: Opener, modules: Modules) -> None:
     wide = changed(modules["my_bench"].Camera, bits=fixed(16))
     for exposure_us in (None, 165.0):  # many pixels are full, and few
-        with pytest.raises(
-            DeviceFault, match=r"numbers end at 4095 = 2\^12 - 1, and bits = 16; set bits = 12, or"
-        ):
-            opener(setup=None, grabber=wide, exposure_us=exposure_us)
-    with pytest.raises(
-        ConfigError, match="measured with a camera of bits = 12, and it now has bits = 16; set bits"
-    ):
-        opener(grabber=wide)
+        options = {"setup": None, "grabber": wide, "exposure_us": exposure_us}
+        refuses(DeviceFault, r"end at 4095 = 2\^12 - 1, and bits = 16; set bits = 12, or", opener, **options)
+    refuses(ConfigError, "camera of bits = 12, and it now has bits = 16; set bits", opener, grabber=wide)
     optics.bits, optics.black_dn = 8, 4.0
-    with pytest.raises(
-        DeviceFault, match=r"numbers end at 255 = 2\^8 - 1, and bits = 12; set bits = 8, or let the"
-    ):
-        opener(setup=None)
+    refuses(DeviceFault, r"end at 255 = 2\^8 - 1, and bits = 12; set bits = 8, or let", opener, setup=None)
 
 
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
         ({"power": 0.8}, "the light changed to 0.8 times during the opening: .* let it warm up$"),
-        (
-            {"angle": 1.2},
-            "drift: the medium moves: .* during the opening, .*; let it settle, .* vibration away$",
-        ),
+        ({"angle": 1.2}, "the medium moves: .* during the opening, .*; let it settle, .* vibration away$"),
     ],
     ids=["light", "medium"],
 )
-def test_what_changes_after_a_setup_without_a_file_is_told(
-    faults: dict[str, Any], told: str, optics: Any, opener: Opener, monkeypatch: pytest.MonkeyPatch
+def test_changes_after_a_setup_without_a_file(
+    faults: dict, told: str, optics: Any, opener: Any, monkeypatch: Any
 ) -> None:
     def measured(*arguments: Any, **options: Any) -> Any:
         found = measure_setup(*arguments, **options)
@@ -365,19 +261,16 @@ def test_what_changes_after_a_setup_without_a_file_is_told(
     device = opener(setup=None)
     device.close()
     monkeypatch.setattr("opusim.devices.bench.device.measure_setup", measured)
-    with pytest.raises(DeviceFault, match=told):
-        opener(setup=None)
+    refuses(DeviceFault, told, opener, setup=None)
     optics.power = 0.4
-    with pytest.raises(DeviceFault, match="since the setup of [^()]*$"):
-        device.open()
+    refuses(DeviceFault, "since the setup of [^()]*$", device.open)
 
 
 def test_outputs_that_are_full_now_are_refused(optics: Any, opener: Opener, tmp_path: Path) -> None:
     options = {"range_share": 0.4, "setup": str(tmp_path)}
     opener(**options).close()
     optics.power = 1.49
-    with pytest.raises(DeviceFault, match="saturation: .* of the outputs are full in frames of the anchor"):
-        opener(**options)
+    refuses(DeviceFault, "saturation: .* of the outputs are full in frames of the anchor", opener, **options)
 
 
 def scaled_to_one_mean(light: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -410,28 +303,16 @@ def test_light_that_does_not_follow_the_patterns_is_not_called_missing(
 ) -> None:
     vars(optics).update(faults)
     monkeypatch.setattr(optics, "expose", change(optics.expose))
-    told = (
-        "of 4095 DN, and the anchor as much: light arrives, but does not follow the patterns; switch the camera's "
-        "automatic gain .* ambient light away, and check that the mirrors switch"
-    )
-    with pytest.raises(DeviceFault, match=told):
-        opener(**options)
+    told = "light arrives, but does not follow the patterns; switch .* gain .* away, and check that the mirrors switch"
+    refuses(DeviceFault, told, opener, **options)
 
 
 @pytest.mark.parametrize(
     ("spread", "options", "told"),
     [
         (0.3, {}, r"the light fluctuates by [234].% from frame to frame \(the light changed"),
-        (
-            0.3,
-            {"setup": None},
-            "the anchor that marks .*: the light fluctuates by [123].% from frame to frame; stab",
-        ),
-        (
-            0.1,
-            {"setup": None},
-            "readings do not add up: .*; the light fluctuates by .*% from .*: stabilise the las",
-        ),
+        (0.3, {"setup": None}, "the anchor that marks .*: the light fluctuates by [123].% .*; stab"),
+        (0.1, {"setup": None}, "readings do not add up: .*; the light fluctuates by .*: stabilise the las"),
     ],
 )
 def test_light_that_fluctuates_is_not_told_to_warm_up(
@@ -447,30 +328,19 @@ def test_light_that_fluctuates_is_not_told_to_warm_up(
         return np.concatenate(frames)
 
     monkeypatch.setattr(optics, "expose", fluctuating)
-    with pytest.raises(DeviceFault, match=told):
-        opener(**options)
+    refuses(DeviceFault, told, opener, **options)
 
 
-def test_weak_light_is_told_with_the_level_wanted(
-    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weak_light_is_told_with_the_level_wanted(optics: Any, opener: Opener, caplog: Any) -> None:
     optics.power = 0.04
     opener(setup=None).close()
-    told = r"weak light: at the longest exposure, 950 us, the anchor shows 1.. DN, and bench.range_share asks for 61.;"
+    told = "weak light: .* exposure, 950 us, the anchor shows 1.. DN, and bench.range_share asks for 61.;"
     assert len(re.findall(told, caplog.text)) == 1
     caplog.clear()
     opener(setup=None, exposure_us=150.0).close()  # as chosen
     optics.power = 1.0
     opener(setup=None).close()
     assert "weak light" not in caplog.text
-
-
-# Instruments that break their protocol, or fail
-
-
-def changed(base: type, **changes: Any) -> type:
-    """An instrument of the laboratory with other methods or attributes."""
-    return type(base.__name__, (base,), changes)
 
 
 def grabbed(change: Callable[[np.ndarray, np.ndarray], Any]) -> Callable[[Any, int], Any]:
@@ -491,15 +361,9 @@ def fixed(value: Any) -> property:
     ("changes", "told"),
     [
         ({"grab": grabbed(lambda f, c: (f.astype(float), c))}, "dtype float64; return unsigned integers"),
-        (
-            {"grab": grabbed(lambda f, c: (f.astype(np.uint8), c))},
-            "frames of dtype uint8, which cannot hold bits = 12; return the camera's numbers uncut",
-        ),
+        ({"grab": grabbed(lambda f, c: (f.astype(np.uint8), c))}, "uint8, which cannot hold bits = 12; ret"),
         ({"grab": grabbed(lambda f, c: (f[:, 0], c))}, r"frames of shape .* and the region has \(20, 20\)"),
-        (
-            {"grab": grabbed(lambda f, c: (f, 2 * c))},
-            "counter jumps by 2 at frame 1, and 36 frames came; the camera",
-        ),
+        ({"grab": grabbed(lambda f, c: (f, 2 * c))}, "counter jumps by 2 at frame 1, and 36 frames came"),
         ({"grab": grabbed(lambda f, c: (f, c[::-1]))}, "the camera's counter goes back by 1 at frame 1"),
         ({"grab": grabbed(lambda f, c: (f, c[1:]))}, "counters of shape .* return one integer for each"),
         ({"bits": fixed(8)}, "and bits = 8 end at 255; set bits, or unpack the numbers"),
@@ -509,37 +373,25 @@ def fixed(value: Any) -> property:
         ({"grab": None}, "lacks grab"),
         ({"configure": lambda self, **given: None}, "it returned None, not the exposure that was set"),
         ({"grab": grabbed(lambda f, c: f)}, "it returned a ndarray, not the frames and their numbers"),
-        (
-            {"configure": lambda self, **given: 0.0},
-            "Grabber.configure returned 0.0; return the exposure that was set",
-        ),
+        ({"configure": lambda self, **given: 0.0}, "configure returned 0.0; return the exposure that was"),
         ({"grab": lambda self, n: 1 / 0}, "Grabber.grab raised ZeroDivisionError: division by zero;"),
     ],
 )
-def test_a_camera_that_breaks_its_protocol_is_told_how(
-    changes: dict[str, Any], told: str, optics: Any, opener: Opener, modules: dict[str, ModuleType]
+def test_a_camera_that_breaks_its_protocol(
+    changes: dict, told: str, optics: Any, opener: Any, modules: Any
 ) -> None:
-    with pytest.raises(DeviceFault, match=told):
-        opener(
-            grabber=changed(modules["my_bench"].Camera, **changes),
-            **({"setup": None} if "bits" in changes else {}),
-        )
+    options = {"setup": None} if "bits" in changes else {}
+    refuses(DeviceFault, told, opener, grabber=changed(modules["my_bench"].Camera, **changes), **options)
 
 
-def test_what_does_not_open_leaves_no_mirrors_behind(
-    optics: Any, opener: Opener, modules: dict[str, ModuleType]
-) -> None:
+def test_what_does_not_open_leaves_no_mirrors_behind(optics: Any, opener: Opener, modules: Modules) -> None:
     optics.camera_opens = False
-    with pytest.raises(DeviceFault, match="grabber raised DCAMError: camera index 0 is not available"):
-        opener()
+    refuses(DeviceFault, "grabber raised DCAMError: camera index 0 is not available", opener)
     assert optics.opened == set()
-    with pytest.raises(TypeError, match="grabber = 3: must open an instrument when it is called"):
-        open_bench(modules["my_bench"].Mirrors, 3, n_inputs=4, n_outputs=4, frame_period_us=1000.0)  # type: ignore[arg-type]
+    refuses(TypeError, "grabber = 3: must open an instrument when it is called", opener, grabber=3)
 
 
-def test_a_lost_link_passes_with_another_attempt(
-    optics: Any, opener: Opener, modules: dict[str, ModuleType]
-) -> None:
+def test_a_lost_link_passes_with_another_attempt(optics: Any, opener: Opener, modules: Modules) -> None:
     failures: list[str] = []
 
     def run(self: Any, period_us: float) -> None:
@@ -551,8 +403,7 @@ def test_a_lost_link_passes_with_another_attempt(
     x = torch.ones(1, N_INPUTS)
     with opener(**options) as device:
         failures.append("the link is down")
-        with pytest.raises(DeviceUnavailable, match="Patterns.run failed .the link is down."):
-            device.project(x)
+        refuses(DeviceUnavailable, "Patterns.run failed .the link is down.", device.project, x)
     with opener(**options, setup=None, access={"attempts": 2, "backoff_s": 0.0}) as device:
         setup = device.setup
         failures.append("the link is down")
@@ -561,8 +412,8 @@ def test_a_lost_link_passes_with_another_attempt(
 
 
 @pytest.mark.parametrize("method", ["__init__", "configure", "grab"])
-def test_an_opening_survives_a_link_that_is_lost_and_counts_every_pattern(
-    method: str, optics: Any, opener: Opener, modules: dict[str, ModuleType]
+def test_an_opening_survives_a_lost_link_and_counts(
+    method: str, optics: Any, opener: Any, modules: Any
 ) -> None:
     camera, left = modules["my_bench"].Camera, [3]
 
@@ -587,33 +438,30 @@ def test_an_opening_survives_a_link_that_is_lost_and_counts_every_pattern(
         assert device.usage.frames == optics.pulses
         assert device.project(torch.ones(1, N_INPUTS)).shape == (1, N_OUTPUTS)
     left[0] = 4
-    with pytest.raises(DeviceUnavailable, match=r"the link is down.* \(tried 4 times\)$"):
-        opener(**options)
+    refuses(DeviceUnavailable, r"the link is down.* \(tried 4 times\)$", opener, **options)
 
 
 def test_a_camera_that_hangs_is_left_in_time_and_all_is_closed(optics: Any, opener: Opener) -> None:
     with opener(access={"timeout_s": 30.0}) as device:
         device._access.timeout_s = 0.2
         optics.hang_s = 0.6
-        with pytest.raises(DeviceTimeout, match="did not answer within 0.2 s"):
-            device.project(torch.ones(1, N_INPUTS))
-
-
-# Outputs, scale and matrix
+        refuses(DeviceTimeout, "did not answer within 0.2 s", device.project, torch.ones(1, N_INPUTS))
 
 
 def test_dead_columns_and_hot_pixels_are_no_outputs(optics: Any, opener: Opener) -> None:
-    with opener(setup=None) as device:
-        row, column, _, columns = device.setup.roi
-        taken = [divmod(int(place), columns) for place in device.setup.outputs]
-    dead = {column + c for _, c in taken[::5]}
-    hot = {(row + r, column + c) for r, c in taken if column + c not in dead}
-    optics.dead_columns, optics.hot_pixels = tuple(sorted(dead)), tuple(sorted(hot)[:12])
-    with opener(setup=None) as device:
-        row, column, _, columns = device.setup.roi
-        places = [divmod(int(place), columns) for place in device.setup.outputs]
-        assert not {column + c for _, c in places} & dead
-        assert not {(row + r, column + c) for r, c in places} & set(optics.hot_pixels)
+    def taken() -> list[tuple[int, int]]:
+        with opener(setup=None) as device:
+            row, column, _, columns = device.setup.roi
+            places = [divmod(int(place), columns) for place in device.setup.outputs]
+        return [(row + r, column + c) for r, c in places]
+
+    first = taken()
+    dead = {column for _, column in first[::5]}
+    hot = sorted({(row, column) for row, column in first if column not in dead})[:12]
+    optics.dead_columns, optics.hot_pixels = tuple(sorted(dead)), tuple(hot)
+    found = taken()
+    assert not {column for _, column in found} & dead
+    assert not set(found) & set(hot)
 
 
 def test_the_matrix_is_kept_and_forgotten_with_its_setup(optics: Any, opener: Opener, tmp_path: Path) -> None:
@@ -693,8 +541,7 @@ def test_phase_retrieval_foretells_the_light_of_every_output(optics: Any, opener
         t, unexplained = device.retrieve_transmission()
         blank = torch.zeros(60, N_INPUTS, dtype=torch.uint8)
         measured = device.intensities(frames) - device.intensities(blank).mean(0)
-        with pytest.raises(ValueError, match="frames_per_input = 3: must be at least 6"):
-            device.retrieve_transmission(3)
+        refuses(ValueError, "frames_per_input = 3: must be at least 6", device.retrieve_transmission, 3)
     assert (t.shape, t.dtype) == ((N_OUTPUTS, N_INPUTS), torch.complex64)
 
     def missed(told: torch.Tensor) -> torch.Tensor:
@@ -714,18 +561,13 @@ def test_the_noise_is_measured_and_credits_nothing(optics: Any, opener: Opener) 
         assert not device.noise.variance_bounds()[0].any()
         y = device.draw((400, N_OUTPUTS)).double().numpy()
         assert abs(y.var(axis=0, ddof=1).mean() / device.noise.variance_at(0).mean() - 1) < 0.2
-        with pytest.raises(
-            CapabilityMissing, match=r"'bench'. computes no reading_variance .* device.described_noise"
-        ):
-            device.reading_variance(torch.ones(1, N_INPUTS))
+        told = "'bench'. computes no reading_variance .* device.described_noise"
+        refuses(CapabilityMissing, told, device.reading_variance, torch.zeros(1, N_INPUTS))
     mine = BenchDevice(device.description, patterns=object, grabber=object)
-    with pytest.raises(NoiseUnknown, match=r"its noise is measured when it opens; call open\(\)"):
-        _ = mine.noise
+    refuses(NoiseUnknown, r"its noise is measured when it opens; call open\(\)", lambda: mine.noise)
 
 
-def test_steps_that_nothing_watches_are_told_once(
-    optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_that_nothing_watches_are_told_once(optics: Any, opener: Opener, caplog: Any) -> None:
     told = "nothing watches the bench, .* add .monitor. .*every_steps=10., or give open_bench monitor="
     with opener() as device:
         device.project(torch.ones(1, N_INPUTS))
@@ -748,11 +590,10 @@ def test_the_monitor_compares_two_of_its_looks(power: float, told: str, optics: 
     with opener(monitor={"every_steps": 1, "baseline_readings": 8}) as device:
         checked(range(3))
         optics.power = power
-        with pytest.raises(DeviceFault, match=told):
-            checked(range(3, 20))
+        refuses(DeviceFault, told, checked, range(3, 20))
 
 
-def test_every_pattern_shown_is_counted(optics: Any, opener: Opener) -> None:
+def test_every_pattern_shown_is_counted_and_a_pulse_too_many_is_seen(optics: Any, opener: Opener) -> None:
     optics.pulses = 0
     with opener() as device:
         assert device.usage.frames == optics.pulses
@@ -760,9 +601,11 @@ def test_every_pattern_shown_is_counted(optics: Any, opener: Opener) -> None:
         device.project(reference_vectors(12, N_INPUTS))
         assert device.repeated_sequences == 1
         assert device.usage.frames == optics.pulses
-
-
-# Parts, each usable alone
+    with opener() as device:
+        device.project(reference_vectors(1, N_INPUTS))
+        device._source._last -= 1  # type: ignore[union-attr,operator]  # a frame without a pulse
+        device.project(reference_vectors(1, N_INPUTS))
+        assert device.repeated_sequences == 1
 
 
 def test_grains_are_found_along_both_axes() -> None:
@@ -776,8 +619,8 @@ def test_grains_are_found_along_both_axes() -> None:
     frames *= 200 / frames.mean()
     first, second = (draw.poisson(frames) for _ in range(2))
     assert grain_spacing(first, second, name="x") == (5, 7)
-    with pytest.raises(DeviceFault, match="frames do not depend on the patterns"):
-        grain_spacing(draw.poisson(100.0, (24, 40, 40)), draw.poisson(100.0, (24, 40, 40)), name="x")
+    same = draw.poisson(100.0, (2, 24, 40, 40))
+    refuses(DeviceFault, "frames do not depend on the patterns", grain_spacing, *same, name="x")
 
 
 def test_mirrors_are_assigned_evenly() -> None:
@@ -792,18 +635,20 @@ def test_mirrors_are_assigned_evenly() -> None:
     assert (p + rest).tolist() == anchor.tolist() == (n + others).tolist()
     assert (p.sum(), n.sum(), anchor.sum()) == (8 * 64, 4 * 64, 80 * 64)
     assert not anchor[:18].any()
-    with pytest.raises(
-        ConfigError, match="bench.macro_pixel: is 8: the window has 132 blocks, 66 of them for data"
-    ):
-        mirror_layout((100, 90), 200, macro_pixel=8, reference_share=0.5, name="x")
+    settings = {"macro_pixel": 8, "reference_share": 0.5, "name": "x"}
+    refuses(ConfigError, "macro_pixel: is 8: .* 132 blocks, 66 of", mirror_layout, (100, 90), 200, **settings)
 
 
-def test_cameras_of_fewer_bits_are_read(optics: Any, opener: Opener, modules: dict[str, ModuleType]) -> None:
+def test_cameras_of_fewer_bits_and_binning_are_read(optics: Any, opener: Opener, modules: Modules) -> None:
     optics.bits, optics.black_dn = 8, 4.0
     with opener(setup=None, grabber=changed(modules["my_bench"].Camera, bits=fixed(8))) as device:
         assert device.setup.levels_dn[1] == pytest.approx(0.15 * 2**8, rel=0.25)
         b = device.measure_matrix(2).clone()
         assert projected(device, reference_vectors(40, N_INPUTS), b) < 1.5
+    with opener(setup=None, binning=2, n_outputs=20) as device:
+        rows, columns = device.setup.roi[2:]
+        assert max(device.setup.outputs) < rows * columns / 4
+        assert device.project(torch.ones(1, N_INPUTS)).shape == (1, 20)
 
 
 def test_a_setup_that_is_lost_is_told(optics: Any, opener: Opener, caplog: pytest.LogCaptureFixture) -> None:
@@ -816,11 +661,9 @@ def test_a_setup_that_is_lost_is_told(optics: Any, opener: Opener, caplog: pytes
 def test_a_setup_and_its_parts_are_shown_in_one_line(optics: Any, opener: Opener) -> None:
     with opener() as device:
         setup, look = device.setup, look_at_light(device._source, device.setup.outputs)
+    sizes = f"inputs={N_INPUTS}, outputs={N_OUTPUTS}"
     for value, told in (
-        (
-            setup,
-            rf"inputs={N_INPUTS}, outputs={N_OUTPUTS}, exposure=165 us, roi=\(.*, levels=2.\.. to 5..\.. DN\)",
-        ),
+        (setup, rf"{sizes}, exposure=165 us, roi=\(.*, levels=2.\.. to 5..\.. DN\)"),
         (
             setup.layout,
             rf"inputs={N_INPUTS}, blocks=6 x 8, macro_pixel=4, corner=\(0, 0\), mirrors=24 x 32\)",
@@ -830,15 +673,6 @@ def test_a_setup_and_its_parts_are_shown_in_one_line(optics: Any, opener: Opener
         assert re.fullmatch(rf"{type(value).__name__}\(.*{told}", repr(value)), repr(value)
         assert len(repr(value)) < 200
 
-
-def test_pixels_are_binned(optics: Any, opener: Opener) -> None:
-    with opener(setup=None, binning=2, n_outputs=20) as device:
-        rows, columns = device.setup.roi[2:]
-        assert max(device.setup.outputs) < rows * columns / 4
-        assert device.project(torch.ones(1, N_INPUTS)).shape == (1, 20)
-
-
-# Descriptions
 
 TEXT = (OWN / "my_bench.toml").read_text()
 
@@ -853,55 +687,47 @@ def described(optics: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def test_a_description_opens_what_it_names(described: Path) -> None:
-    options = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "bench": {"region_step": 4}}
+    options = {**WINDOW, "bench": {"region_step": 4}}
     with open_device("my_bench.toml", **options) as device:
         assert isinstance(device, BenchDevice)
         first = device.setup
     assert [file.name for file in (described / "my_bench_setup").iterdir()] == [f"{N_INPUTS}x{N_OUTPUTS}.npz"]
     with open_device("my_bench.toml", **options) as device:
         assert np.array_equal(device.setup.scale, first.scale)  # type: ignore[attr-defined]
-    with pytest.raises(
-        ConfigError,
-        match="bench.setup: .* was measured with other mirrors, .* anew, or give another bench.setup",
-    ):
-        open_device("my_bench.toml", **{**options, "bench": {"region_step": 4, "macro_pixel": 4}})
+    other = options | {"bench": {"region_step": 4, "macro_pixel": 4}}
+    told = "bench.setup: .* was measured with other mirrors, .* anew, or give another bench.setup"
+    refuses(ConfigError, told, open_device, "my_bench.toml", **other)
     kept = described / "my_bench_setup" / f"{N_INPUTS}x{N_OUTPUTS}.npz"
     kept.write_bytes(kept.read_bytes()[:1000])
-    with pytest.raises(ConfigError, match="is no setup of this version .* remove it to measure anew"):
-        open_device("my_bench.toml", **options)
+    refuses(ConfigError, "is no setup of this version .* remove it", open_device, "my_bench.toml", **options)
 
 
 @pytest.mark.parametrize(
-    ("bench", "told"),
+    ("changes", "told"),
     [
-        ({"grabber": "nowhere:Camera"}, "'nowhere:Camera' does not import .* run where nowhere.py lies"),
-        ({"grabber": "my_bench:Kamera"}, "'my_bench' has no function or class 'Kamera'"),
-        ({"grabber": "my_bench"}, "'my_bench' names no factory; write module:name"),
-        ({"grabber": ""}, "patterns and grabber belong together"),
-        ({"patterns": "", "grabber": ""}, "bench.patterns: names no instrument"),
-        ({"macro_pixel": 20}, "bench.macro_pixel: is 20: the window has 1 blocks, 0 of them for data"),
-        ({"window_rows": 2000}, "bench.window_rows: is 2000, the array has 24; make it smaller"),
-        ({"readout_us": 1000.0}, "bench.readout_us: is 1000 us, which leaves no exposure"),
+        ({"bench": {"grabber": "nowhere:Camera"}}, "does not import .* run where nowhere.py lies"),
+        ({"bench": {"grabber": "my_bench:Kamera"}}, "'my_bench' has no function or class 'Kamera'"),
+        ({"bench": {"grabber": "my_bench"}}, "'my_bench' names no factory; write module:name"),
+        ({"bench": {"grabber": ""}}, "patterns and grabber belong together"),
+        ({"bench": {"grabber": "lab_of_mine:Camera"}}, "'no_such_driver'.*; install no_such_driver"),
+        ({"bench": {"patterns": "", "grabber": ""}}, "bench.patterns: names no instrument"),
+        ({"bench": {"macro_pixel": 20}}, "bench.macro_pixel: is 20: the window has 1 blocks, 0 of them"),
+        ({"bench": {"window_rows": 2000}}, "bench.window_rows: is 2000, the array has 24; make it smaller"),
+        ({"bench": {"readout_us": 1000.0}}, "bench.readout_us: is 1000 us, which leaves no exposure"),
+        ({"frames": {"frames_per_projection": 2}}, "frames.frames_per_projection: 2: a bench shows 4"),
+        (
+            {"noise": {"sigma": 3.0}},
+            "does nothing: .* bench.exposure_us changes it; leave noise .--sigma. out",
+        ),
+        ({"medium": {"seed": 1}}, "medium: is a simulation's, and the kind 'bench' drives hardware"),
     ],
 )
-def test_a_description_that_cannot_be_used_says_what_to_write(
-    bench: dict[str, Any], told: str, described: Path
-) -> None:
-    with pytest.raises(ConfigError, match=told):
-        open_device("my_bench.toml", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS, bench=bench)
-
-
-def test_a_missing_library_and_a_projection_of_two_frames_are_named(described: Path) -> None:
+def test_an_unusable_description_says_what_to_write(changes: dict, told: str, described: Path) -> None:
     (described / "lab_of_mine.py").write_text("import no_such_driver\n")
-    with pytest.raises(ConfigError, match="No module named 'no_such_driver'.*; install no_such_driver"):
-        open_device("my_bench.toml", bench={"grabber": "lab_of_mine:Camera"})
-    with pytest.raises(ConfigError, match="frames.frames_per_projection: 2: a bench shows 4"):
-        open_device("my_bench.toml", frames={"frames_per_projection": 2})
+    refuses(ConfigError, told, open_device, "my_bench.toml", **WINDOW, **changes)
 
 
-def test_two_functions_without_triggers_or_frame_numbers_make_a_bench(
-    optics: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_functions_without_triggers_or_frame_numbers_make_a_bench(optics: Any, monkeypatch: Any) -> None:
     lab: Any = ModuleType("lab")
     lab.show = lambda pattern: setattr(lab, "shown", pattern)
     lab.read_frame = lambda: optics.expose(lab.shown[None], (0, 0, *optics.sensor), 150.0)[0]
@@ -909,7 +735,7 @@ def test_two_functions_without_triggers_or_frame_numbers_make_a_bench(
     monkeypatch.setitem(sys.modules, "two_functions", None)
     del sys.modules["two_functions"]
     mine = importlib.import_module("two_functions")
-    sizes = {"n_inputs": N_INPUTS, "n_outputs": N_OUTPUTS, "exposure_us": 150.0}
+    sizes = {**WINDOW, "exposure_us": 150.0}
     with open_bench(mine.Mirrors, mine.Camera, **sizes, **SETTINGS) as device:
         matrix = device.measure_matrix(16)
         x = torch.eye(N_INPUTS)[:4]
@@ -921,48 +747,24 @@ def test_two_functions_without_triggers_or_frame_numbers_make_a_bench(
     assert sum(1 for line in lines if line) <= 20
 
 
-def test_noise_of_a_description_is_refused_with_what_changes_that_of_a_bench(described: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="noise: does nothing: .* bench.exposure_us changes it; leave noise .--sigma. out"
-    ):
-        open_device("my_bench.toml", noise={"sigma": 3.0})
+PDFA = {"epochs": 1, "data": {"name": "digits"}, "model": {"hidden": [16]}, "trainer": {"kind": "pdfa"}}
 
 
-# Training
-
-
-def test_a_network_trains_without_protection_from_the_description(described: Path) -> None:
-    run = opusim.train(
-        {
-            "epochs": 1,
-            "data": {"name": "digits"},
-            "model": {"hidden": [16]},
-            "trainer": {"kind": "pdfa"},
-            "device": {"name": "my_bench.toml", "bench": {"region_step": 4}},
-        },
-        folder=described / "run",
-    )
+def test_a_network_trains_from_the_description_of_a_bench_that_is_large_enough(
+    described: Path, optics: Any
+) -> None:
+    device = {"name": "my_bench.toml", "bench": {"region_step": 4}}
+    run = opusim.train({**PDFA, "device": device}, folder=described / "run")
     assert run.summary["test_accuracy"] > 0.1  # type: ignore[index]
     assert run.facts["noise_repeats"] is False
     note = run.fresh_noise_note
-    assert note == (
-        "The noise of device 'my_bench' comes from no seed, so a repetition of this run gives other figures."
-    )
+    assert re.fullmatch("The noise of device 'my_bench' comes from no seed, so a repetition .*", note)
     page = write_report(run).read_text()
     assert note in html.unescape(page)
     assert "A simulation" not in page
-
-
-def test_a_bench_that_is_too_small_for_the_network_is_not_opened(described: Path, optics: Any) -> None:
-    settings = {"data": {"name": "digits"}, "trainer": {"kind": "pdfa"}, "model": {"hidden": [16]}}
-    before = optics.pulses
-    told = (
-        "n_outputs: is 15, and this run's network needs 16; make the network smaller, such as by model.hidden"
-    )
-    with pytest.raises(ConfigError, match=told):
-        opusim.train(
-            {**settings, "device": {"name": "my_bench.toml", "n_outputs": 15}}, folder=described / "run"
-        )
+    before, device = optics.pulses, {"name": "my_bench.toml", "n_outputs": 15}
+    told = "n_outputs: is 15, and this run's network needs 16; make the network smaller, .*model.hidden"
+    refuses(ConfigError, told, opusim.train, {**PDFA, "device": device}, folder=described / "run")
     assert optics.pulses == before
 
 
@@ -970,22 +772,14 @@ def test_a_calibration_without_a_law_says_that_training_needs_none(described: Pa
     text = TEXT.replace("macro_pixel", "region_step = 4\nmacro_pixel")
     (described / "my_bench.toml").write_text(text)
     words = ["calibrate", "my_bench.toml", "--inputs", "8", "--outputs", "16", "--readings", "40"]
-    found = CliRunner(env={"COLUMNS": "160"}).invoke(device_commands, [*words, "--out", "certificate"])
-    assert found.exit_code == 3, found.output
-    assert "certified noise: none\n" in found.stdout
-    assert "training needs no law" in found.stdout
-    assert "does not hold (" in found.stdout
+    told = run_device(*words, "--out", "certificate", code=3)
+    for each in ("certified noise: none\n", "training needs no law", "does not hold ("):
+        assert each in told
 
 
 def test_commands_for_simulations_open_no_instrument(described: Path, optics: Any) -> None:
-    before = optics.pulses
-    for command, told in (
-        (("record", "my_bench.toml", "--out", "frames"), "record with your camera's own software"),
-        (("temperature", "my_bench.toml"), "is hardware, whose temperature is set at the instrument"),
-    ):
-        found = CliRunner().invoke(device_commands, command)
-        assert isinstance(found.exception, ConfigError)
-        assert told in str(found.exception)
+    before, told = optics.pulses, "is hardware, whose temperature is set at the instrument"
+    words = ("record", "my_bench.toml", "--out", "frames")
+    device_refuses(ConfigError, "record with your camera's own software", *words)
+    device_refuses(ConfigError, told, "temperature", "my_bench.toml")
     assert optics.pulses == before
-    with pytest.raises(ConfigError, match="medium: is a simulation's, and the kind 'bench' drives hardware"):
-        open_device("my_bench.toml", medium={"seed": 1})

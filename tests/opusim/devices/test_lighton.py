@@ -24,6 +24,7 @@ from opusim.errors import (
     NoiseUnknown,
 )
 from opusim.testing.contract import DeviceContract
+from tests.opusim.common import refuses, spent_by
 from tests.support.appliance import DOUBLE, connect
 
 pytest.importorskip("lightonml")
@@ -51,25 +52,21 @@ def test_its_matrix_is_lightonml_s_own_of_our_seed_with_unit_entries() -> None:
     with simulated(medium={"seed": 5 + 2**32}) as device:
         matrix = device.matrix().numpy()
     std = 1 / np.sqrt(12)
-    expected = np.random.RandomState([5, 1]).normal(loc=0.0, scale=std, size=(12, 40)).astype(
-        np.float32
-    ).T * np.sqrt(12)
+    drawn = np.random.RandomState([5, 1]).normal(loc=0.0, scale=std, size=(12, 40))
+    expected = drawn.astype(np.float32).T * np.sqrt(12)
     np.testing.assert_allclose(matrix, expected, rtol=1e-6)
     with simulated(medium={"seed": 6}) as other:
         assert not np.array_equal(other.matrix().numpy(), matrix)
 
 
 def test_hardware_without_its_driver_is_one_clear_line_and_states_no_law() -> None:
-    with pytest.raises(DeviceUnavailable, match="needs LightOn's driver lightonopu.*take the device"):
-        open_device("lighton_appliance", n_inputs=12, n_outputs=40)
+    refuses(DeviceUnavailable, "needs LightOn's driver lightonopu.*take", open_device, "lighton_appliance")
     from opusim.description.schema import load_description
     from opusim.devices.lighton import LightonDevice
 
     device = LightonDevice(load_description("lighton_appliance"), n_inputs=12, n_outputs=40)
-    with pytest.raises(NoiseUnknown, match="measure it by `opusim device calibrate`"):
-        _ = device.noise
-    with pytest.raises(CapabilityMissing, match="lacks the capability 'matrix'"):
-        device.matrix()
+    refuses(NoiseUnknown, "measure it by `opusim device calibrate`", lambda: device.noise)
+    refuses(CapabilityMissing, "lacks the capability 'matrix'", device.matrix)
 
 
 class OpuAlreadyUsedException(Exception):  # lightonml's name
@@ -108,26 +105,23 @@ def test_ctrl_c_passes() -> None:
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("content", "words"), [(None, "cannot be read"), ("{", "is not JSON"), ("[]", "must be a JSON table")]
-)
-def test_a_broken_configuration_of_the_appliance_is_named(
-    tmp_path: Path, content: str | None, words: str
-) -> None:
+BROKEN = {None: "cannot be read", "{": "is not JSON", "[]": "must be a JSON table"}
+
+
+@pytest.mark.parametrize(("content", "words"), BROKEN.items())
+def test_a_broken_configuration_of_the_appliance_is_named(tmp_path: Path, content: Any, words: str) -> None:
     file = tmp_path / "opu.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(DeviceUnavailable, match=f"lighton.config_file = '{file}' {words}"):
-        open_device("lighton_appliance", n_inputs=12, n_outputs=40, lighton={"config_file": str(file)})
+    refuses(
+        DeviceUnavailable, f"lighton.config_file = '{file}' {words}", appliance, {"config_file": str(file)}
+    )
 
 
-# The appliance, by a double of its closed driver
-
-
-def appliance(section: dict[str, Any], **options: Any) -> Any:
-    options.setdefault("n_inputs", 10)
-    options.setdefault("n_outputs", 64)
-    return open_device("lighton_appliance", lighton=section, **options)
+def appliance(section: dict[str, Any], *, n_inputs: int = 10, n_outputs: int = 64, **options: Any) -> Any:
+    return open_device(
+        "lighton_appliance", n_inputs=n_inputs, n_outputs=n_outputs, lighton=section, **options
+    )
 
 
 def test_scale_brings_entries_to_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +135,7 @@ def test_scale_brings_entries_to_units(tmp_path: Path, monkeypatch: pytest.Monke
     assert powers[1] / powers[0] == pytest.approx(4, rel=0.02)
 
 
-class TestAppliance(DeviceContract):
-    """It states no law, and is reached by the published calls."""
-
+class TestAppliance(DeviceContract):  # it states no law, and is reached by the published calls
     replayable = False
 
     @pytest.fixture(autouse=True)
@@ -151,8 +143,7 @@ class TestAppliance(DeviceContract):
         self.section = connect(monkeypatch, tmp_path)
 
     def open_window(self, **options: Any) -> NoisyDevice:
-        device: NoisyDevice = appliance(self.section, n_inputs=12, n_outputs=40, **options)
-        return device
+        return appliance(self.section, n_inputs=12, n_outputs=40, **options)
 
 
 def test_4096_vectors_do_not_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,43 +162,32 @@ def test_4096_vectors_do_not_time_out(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calls) > 2
 
 
-def test_the_driver_is_told_the_time_of_a_frame(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_the_driver_is_told_the_time_of_a_frame_and_may_lack_a_call(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
 ) -> None:
     section = connect(monkeypatch, tmp_path)
     with appliance(section, frames={"frame_period_us": 900.0}) as device:
         assert device._opu.device.frametime_us == 900
-        before = device.usage
-        device.project(torch.ones(5, 10))
-        used = device.usage - before
+        used = spent_by(device, device.project, torch.ones(5, 10))
         assert used.seconds == pytest.approx(used.frames * 900e-6)
     assert not caplog.records
     with appliance({**section, "exposure_us": 2000}, frames={"frame_period_us": 900.0}) as device:
         assert device._opu.device.frametime_us == 2050
-        before = device.usage
-        device.project(torch.ones(5, 10))
-        used = device.usage - before
+        used = spent_by(device, device.project, torch.ones(5, 10))
         assert used.seconds == pytest.approx(used.frames * 2050e-6)
     assert "frames.frame_period_us = 900 is shorter than the 2050 us" in caplog.text
-
-
-def test_a_driver_that_lacks_a_call_is_not_too_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = connect(monkeypatch, tmp_path)
     with appliance(section) as device:
         from lightonopu.internal.device import OpuDevice
 
         monkeypatch.delattr(OpuDevice, "transform2")
-        with pytest.raises(DeviceFault, match="its driver failed .AttributeError: .*transform2"):
-            device.project(torch.ones(1, 10))
+        refuses(DeviceFault, "AttributeError: .*transform2", device.project, torch.ones(1, 10))
     assert OpuDevice.opened == 0
-    with pytest.raises(ConfigError, match="open a smaller window"):
-        appliance(section, n_inputs=2000)
+    refuses(ConfigError, "open a smaller window", appliance, section, n_inputs=2000)
     assert OpuDevice.opened == 0
 
 
-def test_a_killed_process_leaves_the_appliance_to_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_leaves_the_appliance_to_the_next_one(tmp_path: Path, monkeypatch: Any) -> None:
     section = connect(monkeypatch, tmp_path)
     code = f"""
 import os, signal, torch
@@ -217,10 +197,8 @@ device.project(torch.ones(3, 10))
 print(os.getpid(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    path = os.pathsep.join([str(DOUBLE), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(DOUBLE), str(ROOT)])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == -9, done.stderr
     assert done.stdout.strip() in {file.read_text() for file in tmp_path.glob("*.pid")}
     with appliance(section) as device:
@@ -229,17 +207,24 @@ os.kill(os.getpid(), signal.SIGKILL)
             appliance(section)
 
 
+def printed_without(hidden: tuple[str, ...], code: str) -> str:
+    """What code prints in a process in which these libraries are hidden."""
+    hide = f"""
+import importlib.abc, importlib.util, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Hidden())
+"""
+    done = subprocess.run([sys.executable, "-c", hide + code], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
 @pytest.mark.slow
 def test_a_missing_library_is_named_each_time() -> None:
     """The stand-in for pkg_resources that the first try leaves behind does not trip the second one."""
     code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("pkg_resources", "lightonml"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
 real = importlib.util._find_spec
 importlib.util._find_spec = lambda name, path: None if name == "pkg_resources" else real(name, path)
 from opusim.devices.lighton import import_lightonml
@@ -250,20 +235,12 @@ for attempt in range(2):
     except DeviceUnavailable as error:
         print("install" in str(error))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True\nTrue\n"
+    assert printed_without(("pkg_resources", "lightonml"), code) == "True\nTrue\n"
 
 
 @pytest.mark.slow
 def test_it_imports_without_pkg_resources() -> None:
     code = """
-import importlib.abc, sys
-class Hidden(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "pkg_resources":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Hidden())
-import importlib.util
 real = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "pkg_resources" else real(name, *rest)
 from opusim import open_device
@@ -271,5 +248,4 @@ import torch
 with open_device("lightonml_simulated", n_inputs=3, n_outputs=4) as device:
     print(tuple(device.project(torch.ones(2, 3)).shape))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "(2, 4)\n"
+    assert printed_without(("pkg_resources",), code) == "(2, 4)\n"

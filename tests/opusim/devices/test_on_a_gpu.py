@@ -1,6 +1,7 @@
 """Media, devices and noise on an NVIDIA GPU against the CPU."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,19 +9,13 @@ import torch
 from opusim import open_device
 from opusim.medium.transmission import Medium
 from opusim.randomness.streams import noise_stream, philox_torch
+from tests.opusim.common import ternary
 
 COUNT = 2**20
 
 
-def ternary(batch: int, n_inputs: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-1, 2, (batch, n_inputs), generator=generator).float()
-
-
 @pytest.mark.parametrize("dense_limit_mib", [1024, 0])
-def test_a_medium_and_its_projection_of_ternary_vectors_are_the_cpus_to_the_last_bit(
-    gpu: torch.device, dense_limit_mib: float, seed: int
-) -> None:
+def test_a_medium_and_its_projections_are_the_cpus(gpu: Any, dense_limit_mib: float, seed: int) -> None:
     medium = Medium(3001, 2055, 7, dense_limit_mib=dense_limit_mib)
     window = (range(13, 1901), range(5, 2990))
     assert torch.equal(medium.tile(*window, gpu).cpu(), medium.tile(*window))
@@ -30,11 +25,8 @@ def test_a_medium_and_its_projection_of_ternary_vectors_are_the_cpus_to_the_last
 
 def test_philox_gives_the_cpus_words(gpu: torch.device) -> None:
     counters = torch.arange(2**32 - 5, 2**32, dtype=torch.int64)
-    for found, expected in zip(
-        philox_torch(counters.to(gpu), 3, 2**32 - 1, 9, 2**64 - 1),
-        philox_torch(counters, 3, 2**32 - 1, 9, 2**64 - 1),
-        strict=True,
-    ):
+    both = (philox_torch(each, 3, 2**32 - 1, 9, 2**64 - 1) for each in (counters.to(gpu), counters))
+    for found, expected in zip(*both, strict=True):
         assert torch.equal(found.cpu(), expected)
 
 

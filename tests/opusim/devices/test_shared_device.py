@@ -6,7 +6,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from opusim.noise import GaussianNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
 from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import LOCK_FILE, only_writer
+from tests.opusim.common import refuses
 from tests.support.shared_device_ranks import ENCODINGS, PARTS, SHARES, rank_tensors
 
 ROOT = Path(__file__).parents[3]
@@ -146,8 +146,7 @@ def test_it_states_the_law_of_the_held_device_and_monitors_only_that() -> None:
         assert isinstance(device.noise, GaussianNoise)
         device._law = None
         assert device.stated_noise is None
-        with pytest.raises(NoiseUnknown, match="states no law"):
-            _ = device.noise
+        refuses(NoiseUnknown, "states no law", lambda: device.noise)
     window: dict[str, Any] = {"n_inputs": 8, "n_outputs": 32, "monitor": {"every_steps": 1}}
     with open_device("gaussian", **window) as device, open_shared_device("gaussian", **window) as shared:
         for each in (device, shared):
@@ -161,31 +160,17 @@ def test_it_states_the_law_of_the_held_device_and_monitors_only_that() -> None:
 VICTIM = "process 7 on elsewhere since noon\n"  # as a lock file's own content
 
 
-def symlink(path: Path, victim: Path) -> None:
-    path.symlink_to(victim)
-
-
-def hard_link(path: Path, victim: Path) -> None:
-    path.hardlink_to(victim)
-
-
-def named_pipe(path: Path, victim: Path) -> None:
-    os.mkfifo(path)
-
-
 def other_file(path: Path, victim: Path) -> None:
     victim.write_text("three pages of notes")
     victim.rename(path)
     victim.symlink_to(path)  # so that the test reads it under its old name
 
 
-TRAPS: list[Callable[[Path, Path], None]] = [symlink, hard_link, named_pipe, other_file]
+TRAPS = [Path.symlink_to, Path.hardlink_to, lambda path, victim: os.mkfifo(path), other_file]
 
 
 @pytest.mark.parametrize("trap", TRAPS)
-def test_the_lock_of_a_device_or_run_writes_into_no_other_file(
-    tmp_path: Path, trap: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locks_of_devices_and_runs_write_into_none(tmp_path: Path, trap: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     run, victims = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
     run.mkdir()
@@ -193,29 +178,39 @@ def test_the_lock_of_a_device_or_run_writes_into_no_other_file(
         victim.write_text(VICTIM)
         trap(lock, victim)
     before = [victim.read_text() for victim in victims]
-    with pytest.raises(DeviceUnavailable, match=rf"gaussian.lock cannot be written .*{FOLDER_VARIABLE}"):
-        ExclusiveUse("gaussian").acquire()
+    refuses(DeviceUnavailable, rf"cannot be written .*{FOLDER_VARIABLE}", ExclusiveUse("gaussian").acquire)
     with pytest.raises(RunFolderError, match="cannot be used"), only_writer(run, "run folder"):
         pass
     assert [victim.read_text() for victim in victims] == before
 
 
-def test_a_lock_names_its_holder_and_is_given_back(tmp_path: Path) -> None:
+def test_a_lock_names_its_holder_and_asking_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "device.lock"
     for _ in range(2):
         with held(path):
-            with (
-                pytest.raises(LockHeld, match=f"process {os.getpid()} on {socket.gethostname()}"),
-                held(path),
-            ):
+            told = f"process {os.getpid()} on {socket.gethostname()}"
+            with pytest.raises(LockHeld, match=told), held(path):
                 pass
             assert path.read_text().startswith(f"process {os.getpid()} on")
     other = tmp_path / "other.lock"
     with held(path), held(other):
         pass
+    path = tmp_path / "lock"
+    assert not is_held(path)
+    assert not path.exists()
+    with held(path):
+        before = path.read_bytes()
+        assert is_held(path)
+        assert path.read_bytes() == before
+    assert not is_held(path)
+    with held(path):  # asking took nothing away
+        pass
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert not is_held(pipe)
 
 
-def test_locks_are_in_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_in_a_folder_of_the_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     runtime, shared = tmp_path / "runtime", tmp_path / "shared"
     runtime.mkdir(mode=0o700)
@@ -230,36 +225,15 @@ def test_locks_are_in_a_folder_of_the_user(tmp_path: Path, monkeypatch: pytest.M
     use.acquire()
     use.release()
     assert stat.S_IMODE(lock_folder().stat().st_mode) == 0o700
-
-
-def test_a_folder_of_another_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir(mode=0o700)
     lock_folder().symlink_to(elsewhere)
-    with pytest.raises(DeviceUnavailable, match="its folder is a link, or other users may enter it"):
-        ExclusiveUse("gaussian").acquire()
+    refuses(DeviceUnavailable, "folder is a link, or other users may enter", ExclusiveUse("gaussian").acquire)
     lock_folder().unlink()
     lock_folder().mkdir()
     lock_folder().chmod(0o777)
-    with pytest.raises(DeviceUnavailable, match="its folder is a link, or other users may enter it"):
-        ExclusiveUse("gaussian").acquire()
+    refuses(DeviceUnavailable, "folder is a link, or other users may enter", ExclusiveUse("gaussian").acquire)
     assert not list(elsewhere.iterdir())
-
-
-def test_asking_who_holds_a_lock_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    assert not is_held(path)
-    assert not path.exists()
-    with held(path):
-        before = path.read_bytes()
-        assert is_held(path)
-        assert path.read_bytes() == before
-    assert not is_held(path)
-    with held(path):  # asking took nothing away
-        pass
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert not is_held(pipe)

@@ -42,9 +42,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *command: str, **variables: str) -> str:
     paths = os.pathsep.join([str(folder / "site"), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": paths, **variables}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    settings = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *command], **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -87,17 +86,13 @@ class TestBench(DeviceContract):
         return open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, **options)
 
 
-def test_missing_options_and_noise_that_does_nothing_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_missing_options_and_noise_that_does_nothing_are_named(monkeypatch: Any, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(PACKAGE)
     with pytest.raises(ConfigError, match="noise: does nothing: the kind 'lab_bench' does not read"):
         open_device(PACKAGE / "bench.toml", n_inputs=12, n_outputs=40, noise={"sigma": 3.0})
     monkeypatch.syspath_prepend(PACKAGE)
     lines = (PACKAGE / "bench.toml").read_text().splitlines()
-    text = "\n".join(
-        line for line in lines if not line.replace('"', "").startswith(("sigma", "options.sigma"))
-    )
+    text = "\n".join(line for line in lines if not line.lstrip('"').startswith(("sigma", "options.sigma")))
     (tmp_path / "bench.toml").write_text(text)
     with pytest.raises(ConfigError, match="options.sigma: is missing; the kind 'lab_bench' needs it"):
         open_device(tmp_path / "bench.toml", n_inputs=12, n_outputs=40)

@@ -19,9 +19,8 @@ def example(name: str, library: str) -> dict[str, Any]:
 def test_the_projector_of_trak_keeps_inner_products() -> None:
     projector = example("trak_projector", "trak")["OpticalProjector"](300, 2000, optics="ideal", planes=12)
     gradients = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
-    found = projector.project(
-        {"a": gradients[:, :100].reshape(6, 10, 10), "b": gradients[:, 100:]}, model_id=0
-    )
+    parts = {"a": gradients[:, :100].reshape(6, 10, 10), "b": gradients[:, 100:]}
+    found = projector.project(parts, model_id=0)
     squares = (gradients**2).sum(1)
     true = gradients @ gradients.T
     std = ((squares[:, None] * squares + true**2) / 2000).sqrt()  # of products of 2,000 normal projections

@@ -14,6 +14,7 @@ from opusim.lightonml import OPU, set_verbose_level
 from opusim.lightonml.context import Context, ContextArray
 from opusim.lightonml.inputs import Features, layout_of
 from opusim.lightonml.types import FeaturesFormat, InputRoiStrategy, OutputRescaling
+from tests.opusim.common import refuses
 
 N, K = 30, 24
 SILENT = {"noise": {"sigma": 0.0}}
@@ -125,9 +126,7 @@ def test_matrices_are_macro_pixels_on_a_mirror_array() -> None:
     assert opu().device.input_shape == (1, 1_000_000)
 
 
-@pytest.mark.parametrize(
-    "shape", [(28, 28), (96, 96), (13, 10), (900, 900), (912, 1140), (101, 95), (300, 20)]
-)
+@pytest.mark.parametrize("shape", [(28, 28), (96, 96), (13, 10), (900, 900), (912, 1140), (101, 95)])
 def test_an_image_stands_where_lightonml_puts_it(shape: tuple[int, int]) -> None:
     import_lightonml()
     from lightonml.internal.input_roi import InputRoi
@@ -173,8 +172,7 @@ def test_exposure_and_frame_time_are_the_devices() -> None:
     ours = opu(device="camera", open_at_init=False)
     ours.device.exposure_us = 900
     assert (ours.device.exposure_us, ours.device.frametime_us) == (900.0, 950.0)
-    with pytest.raises(ConfigError, match="4.2 % of the outputs are full in the anchor"):
-        ours.device.reader(N, K)
+    refuses(ConfigError, "4.2 % of the outputs are full in the anchor", ours.device.reader, N, K)
     appliance = OPU(open_at_init=False)
     appliance.device.exposure_us = 300
     assert (appliance.device.exposure_us, appliance.device.frametime_us) == (300.0, 500.0)
@@ -185,8 +183,7 @@ def test_it_opens_and_closes() -> None:
     ours = opu(open_at_init=False)
     assert not ours.active
     ours.fit1d(x)
-    with pytest.raises(DeviceUnavailable, match=r"closed; call open\(\)"):
-        ours.transform(x)
+    refuses(DeviceUnavailable, r"closed; call open\(\)", ours.transform, x)
     with ours:
         before = ours.transform(x)
     assert not ours.active
@@ -210,16 +207,11 @@ def test_an_open_device_serves_and_stays_open() -> None:
         ours.close()
         assert device.is_open
         ours.open()
-        with pytest.raises(ValueError, match="open already, and its times cannot be changed"):
-            ours.fit_transform1d(x, exposure_us=100)
-        with pytest.raises(ValueError, match="open already, and its times"):
-            ours.device.frametime_us = 100
-        with pytest.raises(ValueError, match=r"n_features = 40: .* max_n_features = 37"):
-            ours.fit1d(n_features=40)
-        with pytest.raises(TypeError, match="cannot be pickled; give its name"):
-            pickle.dumps(ours)
-        with pytest.raises(ValueError, match="is open already; open it with them"):
-            opu(device=device, options=SILENT)
+        refuses(ValueError, "open already, and its times cannot be", ours.fit_transform1d, x, exposure_us=100)
+        refuses(ValueError, "open already, and its times", setattr, ours.device, "frametime_us", 100)
+        refuses(ValueError, r"n_features = 40: .* max_n_features = 37", ours.fit1d, n_features=40)
+        refuses(TypeError, "cannot be pickled; give its name", pickle.dumps, ours)
+        refuses(ValueError, "is open already; open it with them", opu, device=device, options=SILENT)
 
 
 def test_online_takes_vectors_one_by_one() -> None:
@@ -228,14 +220,14 @@ def test_online_takes_vectors_one_by_one() -> None:
     ours = opu().fit1d(n_features=N, online=True)
     np.testing.assert_allclose(np.stack([ours.transform(row) for row in x]), batch, rtol=1e-6)
     assert ours.transform(x[:1]).shape == (1, K)
-    with pytest.raises(ValueError, match="batch of 4 vectors, and the last fit said online=True; give one"):
-        ours.transform(x)
+    assert opu().fit2d(n_features=(5, 6), online=True).transform(bits(5, 6)).shape == (K,)
+    whole = opu(device="camera", mirror_shape=(12, 15))
+    assert whole.fit_transform1d(bits(180)).shape == whole.fit_transform2d(bits(12, 15)).shape == (K,)
+    refuses(ValueError, "batch of 4 vectors, and the last fit said online=True; give one", ours.transform, x)
 
 
 def test_without_arguments_it_is_the_appliance() -> None:
-    with pytest.raises(DeviceUnavailable, match="'lighton_appliance'") as error:
-        OPU()
-    assert "\n" not in str(error.value)
+    refuses(DeviceUnavailable, "'lighton_appliance'", OPU)
     appliance = OPU(open_at_init=False)
     assert (appliance.n_components, appliance.max_n_components) == (200_000, 2_228_224)
     assert appliance.device.input_shape == (912, 1140)
@@ -277,9 +269,7 @@ FIT_REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("method", "arguments", "kind", "words"), FIT_REFUSALS)
 def test_a_wrong_fit_is_refused(method: str, arguments: dict, kind: type[Exception], words: str) -> None:
     ours = opu(max_n_features=100)
-    with pytest.raises(kind, match=words) as error:
-        getattr(ours, method)(**arguments).transform(bits(2, N))
-    assert "\n" not in str(error.value)
+    refuses(kind, words, lambda: getattr(ours, method)(**arguments).transform(bits(2, N)))
 
 
 X_REFUSALS: list[tuple[Any, type[Exception], str]] = [
@@ -299,37 +289,34 @@ X_REFUSALS: list[tuple[Any, type[Exception], str]] = [
 @pytest.mark.parametrize(("x", "kind", "words"), X_REFUSALS)
 def test_a_wrong_vector_is_refused(x: Any, kind: type[Exception], words: str) -> None:
     ours = opu().fit1d(n_features=N)
-    with pytest.raises(kind, match=words) as error:
-        ours.transform(x)
-    assert "\n" not in str(error.value)
+    refuses(kind, words, ours.transform, x)
 
 
-def test_bits_of_another_form_are_refused() -> None:
+def test_other_bits_shapes_and_times_are_refused() -> None:
     ours = opu().fit1d(n_features=N, packed=True)
-    with pytest.raises(TypeError, match=r"packed bits are uint8; use numpy.packbits\(X, axis=-1\)"):
-        ours.transform(np.zeros((2, 4), dtype=np.int64))
-    with pytest.raises(ValueError, match="must be the 4 bytes for 30 features"):
-        ours.transform(bits(2, N))
+    refuses(TypeError, "uint8; use numpy.packbits", ours.transform, np.zeros((2, 4), dtype=np.int64))
+    refuses(ValueError, "must be the 4 bytes for 30 features", ours.transform, bits(2, N))
     ours = opu().fit1d(n_features=N)
-    with pytest.raises(
-        ValueError, match=r"X holds 2: a device shows -1, 0 or 1; .*SeparatedBitPlanEncoder\(\)"
-    ):
-        ours.linear_transform(2 * bits(3, N))
+    refuses(ValueError, "X holds 2: .*SeparatedBitPlanEncoder", ours.linear_transform, 2 * bits(3, N))
+    refuses(ValueError, "turn or crop", opu(device="camera", mirror_shape=(12, 15)).fit2d, None, (13, 5))
+    refuses(ValueError, "has no camera, and it would do nothing", setattr, opu().device, "exposure_us", 300)
+    refuses(ValueError, "exposure_us = 0", setattr, opu(device="camera").device, "exposure_us", 0)
+    ours = opu().fit1d(bits(4, N))
+    ours.close()
+    refuses(DeviceUnavailable, "closed", lambda: pickle.loads(pickle.dumps(ours)).transform(bits(4, N)))
+    refuses(ValueError, "verbose_level = 7", set_verbose_level, 7)
 
 
 def test_a_transform_before_its_fit_is_refused() -> None:
     ours = opu()
     x = bits(3, N)
-    with pytest.raises(AssertionError, match="the OPU was not fitted; call fit1d or fit2d"):
-        ours.transform(x)
+    refuses(AssertionError, "the OPU was not fitted; call fit1d or fit2d", ours.transform, x)
     ours.fit1d(x)
     ours.n_components = K - 1
-    with pytest.raises(AssertionError, match="n_components was 24 at the last fit and is 23 now; call fit1d"):
-        ours.transform(x)
+    refuses(AssertionError, "n_components was 24 at the last fit and is 23 now; call", ours.transform, x)
     ours.fit1d(x)
     ours.input_roi_strategy = InputRoiStrategy.small
-    with pytest.raises(AssertionError, match="input_roi_strategy was .* call fit1d or fit2d again"):
-        ours.linear_transform(x)
+    refuses(AssertionError, "input_roi_strategy was .* call fit1d or fit2d again", ours.linear_transform, x)
 
 
 @pytest.mark.parametrize(
@@ -351,18 +338,7 @@ def test_a_transform_before_its_fit_is_refused() -> None:
     ],
 )
 def test_a_wrong_opu_is_refused(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:
-    with pytest.raises(kind, match=words) as error:
-        opu(**arguments)
-    assert "\n" not in str(error.value)
-
-
-def test_matrices_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(13, 5\) do not fit the device's 12 x 15 mirrors; turn or crop"):
-        opu(device="camera", mirror_shape=(12, 15)).fit2d(n_features=(13, 5))
-    with pytest.raises(ValueError, match="has no camera, and it would do nothing"):
-        opu().device.exposure_us = 300
-    with pytest.raises(ValueError, match="exposure_us = 0"):
-        opu(device="camera").device.exposure_us = 0
+    refuses(kind, words, opu, **arguments)
 
 
 def test_wide_frames_are_made_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,14 +346,4 @@ def test_wide_frames_are_made_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch)
     whole = opu().fit_transform1d(x)
     monkeypatch.setattr("opusim.lightonml.opu._MIRRORS_AT_ONCE", 3 * N)
     np.testing.assert_allclose(opu().fit_transform1d(x), whole, rtol=1e-6)
-    with pytest.raises(ValueError, match="X holds 2"):
-        opu().fit_transform1d(np.concatenate([x, x + 1]))
-
-
-def test_a_closed_opu_stays_closed_and_verbosity_has_a_range() -> None:
-    ours = opu().fit1d(bits(4, N))
-    ours.close()
-    with pytest.raises(DeviceUnavailable, match="closed"):
-        pickle.loads(pickle.dumps(ours)).transform(bits(4, N))
-    with pytest.raises(ValueError, match="verbose_level = 7"):
-        set_verbose_level(7)
+    refuses(ValueError, "X holds 2", lambda: opu().fit_transform1d(np.concatenate([x, x + 1])))

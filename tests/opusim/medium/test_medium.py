@@ -1,3 +1,5 @@
+"""Media, and counter-based directions: entries, independence of everything else, moving along them in place."""
+
 import hashlib
 import subprocess
 import sys
@@ -9,13 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opusim.medium import transmission as medium_module
-from opusim.medium.transmission import MAX_OUTPUTS, TABLE_STEP, Medium, gaussian_table
+from opusim.medium.transmission import MAX_OUTPUTS, TABLE_STEP, Direction, Medium, gaussian_table
 from opusim.processes import Abandoned, pausing
+from tests.opusim.common import refuses, ternary, with_threads
 from tests.oracles import naive_philox
-
-
-def ternary(batch: int, width: int, seed: int) -> torch.Tensor:
-    return torch.randint(-1, 2, (batch, width), generator=torch.Generator().manual_seed(seed)).float()
 
 
 def test_the_table_is_pinned_and_has_its_stated_moments() -> None:
@@ -91,24 +90,20 @@ def test_a_long_projection_pauses_and_stops(monkeypatch: pytest.MonkeyPatch, see
     assert len(paused) == count
 
 
-def test_the_whole_size_works_without_the_matrix(seed: int) -> None:
+def test_some_outputs_and_the_whole_size_are_those_of_the_matrix(seed: int) -> None:
     x = torch.zeros(2, 2**18)
     x[0, 5], x[1, 2**18 - 1] = 1, -1
     medium = Medium(2**18, 24, seed, dense_limit_mib=1)
     y = medium.project(x)
     assert torch.equal(y[0], medium.tile(range(24), range(5, 6))[0])
     assert torch.equal(y[1], -medium.tile(range(24), range(2**18 - 1, 2**18))[0])
-
-
-def test_some_outputs_are_those_of_all(seed: int) -> None:
     x = ternary(3, 70, seed)
     whole = Medium(70, 5000, seed).project(x)
     for limit in (0, 1024):
         medium = Medium(70, 5000, seed, dense_limit_mib=limit)
         assert torch.equal(medium.project(x, range(1999, 4999)), whole[:, 1999:4999])
         assert torch.equal(medium.project(x, slice(3)), whole[:, :3])
-    with pytest.raises(ValueError, match="outputs = .*: must be contiguous"):
-        medium.project(x, range(4990, 5001))
+    refuses(ValueError, "outputs = .*: must be contiguous", medium.project, x, range(4990, 5001))
 
 
 @pytest.mark.slow
@@ -127,15 +122,12 @@ def test_a_million_inputs_to_a_million_outputs_run_in_a_gibibyte() -> None:
     assert int(out) < 2**20  # KiB
 
 
-def test_threads_do_not_change_entries() -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = Medium(700, 1100, 3).dense()
-        torch.set_num_threads(3)
-        assert torch.equal(Medium(700, 1100, 3).dense(), one)
-    finally:
-        torch.set_num_threads(before)
+def test_threads_change_neither_entries_nor_directions() -> None:
+    one, three = with_threads(lambda: Medium(700, 1100, 3).dense(), 1, 3)
+    assert torch.equal(one, three)
+    one, two, three = with_threads(lambda: _moved(1_000_003, 0.3), 1, 2, 3)
+    assert torch.equal(one, two)
+    assert torch.equal(one, three)
 
 
 def moments_are_standard(entries: np.ndarray) -> bool:
@@ -174,7 +166,74 @@ def test_entries_are_gaussian_in_law_and_planted_faults_are_not(seed: int) -> No
     ],
 )
 def test_bad_arguments_are_named(call: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
-    with pytest.raises(TypeError, match=r"must be torch.float32"):
-        Medium(4, 4, 1).project(torch.zeros(1, 4, dtype=torch.float64))
+    refuses(ValueError, message, call)
+    refuses(TypeError, "must be torch.float32", Medium(4, 4, 1).project, torch.zeros(1, 4).double())
+
+
+SIZES = (1, 7, 2048, 2049, 300_000)
+
+
+def _moved(size: int, scale: float, seed: int = 5, number: int = 3) -> torch.Tensor:
+    tensor = torch.zeros(size)
+    Direction(seed).add_to(tensor, number, scale)
+    return tensor
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_entries_are_those_of_the_medium(size: int) -> None:
+    """The slow twin: the tile of a medium, by kernels of its own."""
+    expected = Medium(4, size, 5).tile(slice(0, size), slice(3, 4))[0]
+    assert torch.equal(_moved(size, 1.0), expected)
+    assert torch.equal(Direction(5).entries(3, 0, size), expected)
+
+
+def test_seeds_and_tensors_have_directions_of_their_own(seed: int) -> None:
+    """Correlations below five standard errors; a shared direction, the planted fault, is at one."""
+    size = 100_000
+    first = _moved(size, 1.0, seed)
+    limit = 5 / np.sqrt(size)
+    for other in (_moved(size, 1.0, seed + 1), _moved(size, 1.0, seed, number=4)):
+        assert abs(float((first * other).mean())) < limit
+    assert abs(float((first * _moved(size, 1.0, seed)).mean())) > limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_kernel_and_torch_path_agree_to_the_bit(dtype: torch.dtype) -> None:
+    start = torch.linspace(-2, 2, 5001).to(dtype)
+    z = Direction(11).entries(2, 0, 5001)
+    moved = start.clone()
+    Direction(11).add_to(moved, 2, 0.37)
+    assert torch.equal(moved, (start.float() + z * np.float32(0.37).item()).to(dtype))
+    both = start.clone()
+    Direction(11).return_and_move(both, 2, back=-0.2, keep=0.9, move=0.11)
+    back, keep, move = (np.float32(v).item() for v in (-0.2, 0.9, 0.11))
+    assert torch.equal(both, ((start.float() + z * back) * keep + z * move).to(dtype))
+
+
+def test_one_pass_and_parts_give_the_bits_of_the_whole() -> None:
+    start = torch.linspace(-1, 1, 10_000)
+    fused, apart = start.clone(), start.clone()
+    Direction(1).return_and_move(fused, 0, back=1e-3, keep=1 - 1e-4, move=-2.7e-3)
+    Direction(1).add_to(apart, 0, 1e-3)
+    apart.mul_(np.float32(1 - 1e-4).item())
+    Direction(1).add_to(apart, 0, -2.7e-3)
+    assert torch.equal(fused, apart)
+    whole = _moved(10_000, 0.7)
+    for dtype in (torch.float32, torch.float16):
+        part = torch.zeros(10_000 - 4096, dtype=dtype)
+        Direction(5).add_to(part, 3, 0.7, start=4096)
+        assert torch.equal(part, whole[4096:].to(dtype))
+    refuses(ValueError, "start = 100: .* 2048", Direction(5).add_to, torch.zeros(3), 3, 0.7, start=100)
+
+
+def test_directions_move_parameters_in_their_own_memory_and_refuse_others() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, 5))
+    address = parameter.data_ptr()
+    Direction(0).add_to(parameter, 0, 1.0)
+    assert parameter.data_ptr() == address
+    assert parameter.grad_fn is None
+    assert not torch.equal(parameter.detach(), torch.ones(3, 5))
+    refuses(TypeError, "dtype torch.int64: a direction moves", Direction(0).add_to, torch.arange(3), 0, 1.0)
+    refuses(ValueError, r"shape \(4, 3\) is not", Direction(0).add_to, torch.zeros(3, 4).t(), 0, 1.0)
+    refuses(ValueError, "seed = -1", Direction, -1)
+    refuses(ValueError, "number = 4294967296", lambda: Direction(0).add_to(torch.zeros(2), 2**32, 1.0))

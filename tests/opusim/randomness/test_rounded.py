@@ -13,6 +13,7 @@ from scipy import stats
 from opusim.randomness.kernels import digits_from_philox
 from opusim.randomness.rounded import ExactNoise, Law, NormalNoise, _interval, _standard, grid_of, toward_zero
 from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, noise_stream
+from tests.opusim.common import refuses
 from tests.oracles import naive_philox
 from tests.support.forked import in_forked_process
 
@@ -93,7 +94,7 @@ def test_neighbours_of_a_grid_point_have_one_law(seed: int) -> None:
     """Values within a cell of the grid shift the law of what is released by less than the cell: Kolmogorov-Smirnov."""
     scale, n = 1.0, 40_000
     first, second = (
-        released(SeededStream(seed + k, "x"), torch.full((n,), value, dtype=torch.float64), scale).numpy()
+        released(SeededStream(seed + k, "x"), torch.full((n,), value).double(), scale).numpy()
         for k, value in enumerate((0.0, grid_of(scale) * 0.3))
     )
     assert stats.ks_2samp(first, second).pvalue > 5.7e-7
@@ -155,10 +156,8 @@ def test_experiments_repeat_and_releases_do_not(law: Law) -> None:
     first, again, other = twice("release")
     assert first != again != other
     stream = noise_stream("experiment", 3, "a")
-    assert (
-        released(stream, torch.zeros(4), 1.0, law)[:2].tolist()
-        != released(stream, torch.zeros(2), 1.0, law).tolist()
-    )
+    four, two = (released(stream, torch.zeros(n), 1.0, law)[:2].tolist() for n in (4, 2))
+    assert four != two
     short, long = (released(noise_stream("experiment", 3, "a"), torch.zeros(n), 1.0, law) for n in (2, 5))
     assert torch.equal(short, long[:2])  # a shorter draw is the beginning of a longer one
 
@@ -224,5 +223,4 @@ def test_values_and_scales_out_of_range_are_refused(values: list[float], scale: 
     def release(*_: Any) -> torch.Tensor:
         return SystemStream().rounded(1, scale).added_to(torch.tensor(values, dtype=torch.float64))
 
-    with pytest.raises(ValueError, match=message):
-        release()
+    refuses(ValueError, message, release)

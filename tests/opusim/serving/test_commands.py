@@ -26,13 +26,14 @@ from opusim.serving.connections import Message, read_message, told_error
 from opusim.serving.keys import own_key, require_zmq, server_key
 from opusim.serving.remote import about
 from opusim.serving.server import Limits
+from tests.opusim.common import refuses
 from tests.support.command import COMMAND, ROOT, opusim
 from tests.support.served import Laboratory, ServerProcess, new_laboratory, serving
 
 EXAMPLES = ROOT / "examples" / "serving"
 
 
-def test_keys_are_made_by_one_command(tmp_path: Path) -> None:
+def test_keys_are_made_by_one_command_which_a_server_without_them_names(tmp_path: Path) -> None:
     done = opusim("device", "keys", "new", "alice", cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     secret = tmp_path / "opusim" / "keys" / "alice.key"
@@ -42,9 +43,6 @@ def test_keys_are_made_by_one_command(tmp_path: Path) -> None:
     again = opusim("device", "keys", "new", "alice", cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path))
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
     assert "alice: is there already; choose another name" in again.stderr
-
-
-def test_a_server_without_keys_says_how_to_make_them(tmp_path: Path) -> None:
     words = ("device", "serve", "gaussian", "--bind", "tcp://127.0.0.1:*", "--keys", tmp_path)
     done = opusim(*words, cwd=tmp_path)
     assert done.returncode == 2
@@ -71,19 +69,15 @@ def test_an_address_stands_for_a_device(lab: Laboratory, tmp_path: Path) -> None
 def test_a_certificate_made_over_the_network_belongs_to_the_server(lab: Laboratory, tmp_path: Path) -> None:
     with serving(lab, "gaussian") as address:
         out = tmp_path / "calibration"
-        done = opusim(
-            *("device", "calibrate", f"{address}?exclusive", "--out", out, "--outputs", 40, "--readings", 60),
-            cwd=tmp_path,
-        )
+        words = ("calibrate", f"{address}?exclusive", "--out", out, "--outputs", 40, "--readings", 60)
+        done = opusim("device", *words, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         certificate = out / "gaussian.certificate.toml"
         window = {"n_inputs": 12, "n_outputs": 40}
         with open_device("gaussian", certificate=certificate, **window) as local:
             law = local.noise
-    with (
-        serving(lab, "gaussian", certificate=certificate) as address,
-        open_device(address, **window) as remote,
-    ):
+    served = serving(lab, "gaussian", certificate=certificate)
+    with served as address, open_device(address, **window) as remote:
         assert remote.noise == law
         assert law.beta > 0
         (told,) = [line for line in about(address) if line.startswith("certificate: ")]
@@ -111,10 +105,7 @@ def test_the_container_and_the_unit_start_a_server(tmp_path: Path, monkeypatch: 
     lab = new_laboratory(tmp_path, "alice")
     lab.become("alice", monkeypatch)
     here = {"tcp://*:5555": "tcp://127.0.0.1:*", "/keys": lab.keys, "/state/usage.jsonl": lab.journal}
-    with (
-        ServerProcess(lab, "gaussian") as server,
-        open_device(server.address, n_inputs=12, n_outputs=40) as device,
-    ):
+    with ServerProcess(lab, "gaussian") as server, open_device(server.address, **WINDOW) as device:
         assert server.process.args[len(COMMAND) :] == [str(here.get(word, word)) for word in words[1:]]
         device.project(torch.zeros(3, 12))
         assert server.terminate() == 0
@@ -144,18 +135,11 @@ def test_the_steps_of_the_container_lead_to_a_server(tmp_path: Path, monkeypatch
     here = {"/keys": str(lab.keys), "/state/usage.jsonl": str(lab.journal)}
     here["tcp://*:5555"] = "tcp://127.0.0.1:*"
     words = [here.get(word, word) for word in json.loads(container.split("CMD ")[1])]
-    environment = {
-        "PATH": f"{place / 'bin'}:/usr/bin:/bin",
-        **dict(re.findall(r"^ENV (\w+)=(.*)$", container, re.MULTILINE)),
-    }
+    variables = dict(re.findall(r"^ENV (\w+)=(.*)$", container, re.MULTILINE))
+    environment = {"PATH": f"{place / 'bin'}:/usr/bin:/bin", **variables}
     environment["NUMBA_CACHE_DIR"] = str(tmp_path / "numba")
-    with subprocess.Popen(
-        [place / "bin" / words[0], *words[1:]],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    ) as server:
+    command, settings = [place / "bin" / words[0], *words[1:]], {"env": environment, "cwd": tmp_path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **settings) as server:
         try:
             found = re.search(r"serving gaussian at tcp://(\S+);", server.stdout.readline())
             with open_device(f"remote://{found[1]}", n_inputs=12, n_outputs=40) as device:
@@ -169,20 +153,15 @@ def test_the_unit_is_one(tmp_path: Path) -> None:
     program = shutil.which("systemd-analyze")
     if program is None:
         pytest.skip("systemd-analyze is not here")
+    verify = [program, "verify", tmp_path / "opusim-device.service"]
     unit = (EXAMPLES / "opusim-device.service").read_text().replace("/opt/opusim/bin/opusim", "/bin/true")
     (tmp_path / "opusim-device.service").write_text(unit)
-    done = subprocess.run(
-        [program, "verify", tmp_path / "opusim-device.service"], capture_output=True, text=True
-    )
+    done = subprocess.run(verify, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     (tmp_path / "opusim-device.service").write_text(unit.replace("RestartSec=2", "RestartSec=soon"))
-    bad = subprocess.run(
-        [program, "verify", tmp_path / "opusim-device.service"], capture_output=True, text=True
-    )
+    bad = subprocess.run(verify, capture_output=True, text=True)
     assert "Failed to parse sec value" in bad.stderr
 
-
-# Local devices
 
 EXCLUSIVE = {"access": {"exclusive": True}, "n_inputs": 4, "n_outputs": 6}
 
@@ -200,8 +179,7 @@ def test_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest
     monkeypatch.setenv("OPUSIM_WAIT", "60")
     open_device("gaussian", **EXCLUSIVE).close()
     monkeypatch.setenv("OPUSIM_WAIT", "long")
-    with pytest.raises(ValueError, match="OPUSIM_WAIT = 'long': must be a number of seconds"):
-        open_device("gaussian", **EXCLUSIVE)
+    refuses(ValueError, "OPUSIM_WAIT = 'long': must be a number", open_device, "gaussian", **EXCLUSIVE)
 
 
 def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,16 +196,13 @@ def test_wait_is_an_option_of_every_command(tmp_path: Path, monkeypatch: pytest.
     threading.Timer(0.5, holder.release).start()
     assert opusim(*arguments, "--wait", "60", cwd=tmp_path).returncode == 0
     wrong = opusim(*arguments, "--wait", "soon", cwd=tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (
-        2,
-        "opusim: --wait 'soon': must be a number of seconds, at least 0; write --wait 600\n",
-    )
+    assert wrong.returncode == 2
+    assert re.fullmatch("opusim: --wait 'soon': must be a number .*; write --wait 600\n", wrong.stderr)
 
 
 def test_pyzmq_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("opusim.serving.keys.zmq", None)
-    with pytest.raises(Exception, match="need pyzmq, which is not installed"):
-        require_zmq()
+    refuses(Exception, "need pyzmq, which is not installed", require_zmq)
 
 
 def test_use_is_told_in_a_table_and_a_figure(lab: Laboratory, tmp_path: Path) -> None:
@@ -272,9 +247,8 @@ def test_connections_at_once_are_served_or_refused_in_one_line(lab: Laboratory, 
             kinds = [answer.kind for answer in answers.values()]
             assert (kinds.count("opened"), kinds.count("error")) == (places, connections - places)
             lines = {str(told_error(answer)) for answer in answers.values() if answer.kind == "error"}
-            assert lines == {
-                f"it serves {places} clients, the most that it takes; wait for it with --wait SECONDS or OPUSIM_WAIT"
-            }
+            (line,) = lines
+            assert line.startswith(f"it serves {places} clients, the most that it takes; wait for it")
         finally:
             context.destroy(linger=0)
 

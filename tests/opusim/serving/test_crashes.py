@@ -20,22 +20,41 @@ from opusim.serving.instrument import MOST_ROWS, Instrument
 from opusim.serving.journal import read_journal
 from opusim.serving.server import TURN_S, Limits, Work
 from opusim.testing.faults import KIND, FaultyDevice, faulty_device
+from tests.opusim.common import changed, refuses, ternary
 from tests.support.killing import start_child
 from tests.support.patience import eventually, patient
 from tests.support.served import ForkedServer, Laboratory, clients, served_and_local, serving
 from tests.support.slow_network import slow_network
 
-X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
+X = ternary(16, 12, 5)
 WINDOW: dict[str, Any] = {"n_inputs": 12, "n_outputs": 40, "seed": 9}
 
 
-def local_readings(steps: int, calls: int, name: str = "gaussian") -> list[list[torch.Tensor]]:
-    with open_device(name, **WINDOW) as device:
+def local_readings(steps: int, calls: int) -> list[list[torch.Tensor]]:
+    with open_device("gaussian", **WINDOW) as device:
         found = []
         for step in range(steps):
             device.seek(step)
             found.append([device.project(X) for _ in range(calls)])
         return found
+
+
+def reads(device: NoisyDevice, expected: list[torch.Tensor]) -> bool:
+    """Whether the next readings are the expected ones."""
+    return all(torch.equal(device.project(X), each) for each in expected)
+
+
+SHARED: dict[str, Any] = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
+FOUR = {**WINDOW, "n_outputs": 4}
+
+
+def broken(fault: str, at_step: int, **more: Any) -> dict[str, Any]:
+    """A description of a Gaussian device that breaks at a step."""
+    return {"kind": KIND, "options": {"kind": "gaussian", "fault": fault, "at_step": at_step}, **more}
+
+
+def journal_of(lab: Laboratory) -> list[Any]:
+    return list(read_journal(lab.journal)) if lab.journal.exists() else []
 
 
 @pytest.fixture
@@ -54,31 +73,23 @@ def train(steps: int, *devices: NoisyDevice) -> None:
         device.project(X)
 
 
-# The server
-
-
 def test_a_killed_server_stops_a_step_and_a_restarted_one_repeats_it(lab: Laboratory) -> None:
     expected = local_readings(4, 2)
     with ForkedServer(lab) as server, open_device(f"{server.address}?silence_s=5", **WINDOW) as device:
         device.seek(0)
-        assert [torch.equal(device.project(X), each) for each in expected[0]] == [True, True]
+        assert reads(device, expected[0])
         before = device.usage
         server.kill()
         with ForkedServer(lab, port=server.port) as second:
             device.seek(1)  # between steps, the device is found again
             assert torch.equal(device.project(X), expected[1][0])
             second.kill()
-            with pytest.raises(DeviceUnavailable, match="no answer from its server for 5 s"):
-                device.project(X)
+            refuses(DeviceUnavailable, "no answer from its server for 5 s", device.project, X)
             with ForkedServer(lab, port=server.port):
-                with pytest.raises(DeviceFault, match="its server was restarted, or dropped this client"):
-                    device.project(X)
+                refuses(DeviceFault, "its server was restarted, or dropped this client", device.project, X)
                 device.seek(1)  # as a resumed run does
-                assert [torch.equal(device.project(X), each) for each in expected[1]] == [True, True]
+                assert reads(device, expected[1])
                 assert device.usage.frames == before.frames + 2 * 3 * len(X)
-
-
-# The client
 
 
 def hold_a_place(address: str) -> None:
@@ -87,17 +98,15 @@ def hold_a_place(address: str) -> None:
 
 
 @patient
-def test_a_killed_client_leaves_its_place_to_those_who_wait(
-    lab: Laboratory, caplog: pytest.LogCaptureFixture, pace: float
-) -> None:
+def test_a_killed_client_leaves_its_place_to_waiting_ones(lab: Laboratory, caplog: Any, pace: float) -> None:
     caplog.clear()
     caplog.set_level("INFO")
     with serving(lab, limits=Limits(silence_s=2.0 * pace)) as address:
         client = start_child(lambda: hold_a_place(f"{address}?outputs_from=0&run=doomed"))
         try:
             assert eventually(lambda: "alice opened 40 outputs (doomed)" in caplog.messages, 60)
-            with pytest.raises(DeviceBusy, match="alice reads outputs 0 to 39; waited 0.1 s, position 1"):
-                open_device(f"{address}?wait_s=0.1", **WINDOW)
+            told = "alice reads outputs 0 to 39; waited 0.1 s, position 1"
+            refuses(DeviceBusy, told, open_device, f"{address}?wait_s=0.1", **WINDOW)
         finally:
             os.kill(client, signal.SIGKILL)
             os.waitpid(client, 0)
@@ -126,8 +135,7 @@ def test_a_client_may_have_the_device_to_itself(lab: Laboratory, monkeypatch: py
             reading.start()
             for _ in range(10):
                 calibrating.project(X)
-            with pytest.raises(DeviceBusy, match="alice has the device to itself"):
-                open_device(address, **WINDOW)
+            refuses(DeviceBusy, "alice has the device to itself", open_device, address, **WINDOW)
             reading.join(1.0)
             assert reading.is_alive()
             monkeypatch.setenv("OPUSIM_WAIT", "300")
@@ -143,16 +151,15 @@ def test_clients_take_turns_on_a_shared_device(lab: Laboratory) -> None:
     """Three calls of one client go between the batches of another one's call, which lasts until they are done."""
     begun, done, read = threading.Event(), threading.Event(), list[tuple[bool, int]]()
 
-    class Noted(GaussianDevice):
-        def _project(self, x: torch.Tensor) -> torch.Tensor:
-            read.append((bool(x.any()), len(x)))
-            if not x.any():
-                begun.set()
-                done.wait(0.1)
-            return super()._project(x)
+    def project(self: Any, x: torch.Tensor) -> torch.Tensor:
+        read.append((bool(x.any()), len(x)))
+        if not x.any():
+            begun.set()
+            done.wait(0.1)
+        return GaussianDevice._project(self, x)
 
-    register_device("noted", Noted)
-    served = {"kind": "noted", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
+    register_device("noted", changed(GaussianDevice, _project=project))
+    served = SHARED | {"kind": "noted", "n_outputs": 4}
     with clients(lab, served, {}, {}) as (greedy, modest):
         read.clear()
         long_call = threading.Thread(target=lambda: greedy.project(torch.zeros(200 * MOST_ROWS, 12)))
@@ -173,35 +180,27 @@ def test_slow_hardware_is_read_in_batches_of_half_a_second(lab: Laboratory, pace
     """1 ms a vector; noise drawn alone takes as long, and a client that leaves pays for what was read."""
     read = list[int]()
 
-    class Hardware(GaussianDevice):
-        def _project(self, x: torch.Tensor) -> torch.Tensor:
-            read.append(len(x))
-            time.sleep(0.001 * len(x))
-            return super()._project(x)
+    def slowly(rows: int) -> None:
+        read.append(rows)
+        time.sleep(0.001 * rows)
 
-        def _draw(self, shape: tuple[int, ...]) -> torch.Tensor:
-            read.append(shape[0])
-            time.sleep(0.001 * shape[0])
-            return super()._draw(shape)
-
-    register_device("hardware", Hardware)
-    served = {"kind": "hardware", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
-    before = len(read_journal(lab.journal)) if lab.journal.exists() else 0
-    with serving(lab, "gaussian", served) as address:
+    project, draw = GaussianDevice._project, GaussianDevice._draw
+    changes = {"_project": lambda self, x: (slowly(len(x)), project(self, x))[1]}
+    changes["_draw"] = lambda self, shape: (slowly(shape[0]), draw(self, shape))[1]
+    register_device("hardware", changed(GaussianDevice, **changes))
+    before = len(journal_of(lab))
+    with serving(lab, "gaussian", SHARED | {"kind": "hardware", "n_outputs": 4}) as address:
         read.clear()
-        with open_device(
-            f"{address}?timeout_s={0.3 * pace}&silence_s={pace}&run=gone", **{**WINDOW, "n_outputs": 4}
-        ) as device:
+        with open_device(f"{address}?timeout_s={0.3 * pace}&silence_s={pace}&run=gone", **FOUR) as device:
             assert device.draw((5,)).shape == (5,)
-            with pytest.raises(DeviceTimeout):
-                device.draw((100_000, 4))
+            refuses(DeviceTimeout, "within", device.draw, (100_000, 4))
         began = time.monotonic()
-        with open_device(f"{address}?run=next", **{**WINDOW, "n_outputs": 4}) as device:
+        with open_device(f"{address}?run=next", **FOUR) as device:
             device.project(X)
         assert time.monotonic() - began < 4 * TURN_S * pace
     assert read[0] == 2
     assert max(read) <= 1000 * TURN_S, read
-    used = {entry.run: entry.used.frames for entry in read_journal(lab.journal)[before:]}
+    used = {entry.run: entry.used.frames for entry in journal_of(lab)[before:]}
     assert used == {"gone": 2 * sum(read[:-1]), "next": 2 * len(X)}
 
 
@@ -209,7 +208,7 @@ def test_a_suspended_call_reads_as_a_local_one(lab: Laboratory, monkeypatch: pyt
     """A simulation is read in one; other clients have their turn between the tiles of its medium."""
     monkeypatch.setattr("opusim.serving.server.TURN_S", 0.005)
     medium, window = {"dense_limit_mib": 0}, {"n_inputs": 20_000, "n_outputs": 2048, "seed": 9}
-    x = torch.randint(-1, 2, (3, 20_000), generator=torch.Generator().manual_seed(5))
+    x = ternary(3, 20_000, 5)
     with open_device("gaussian", medium=medium, **window) as device:
         expected = [device.project(x), device.project(x)]
     resumed = list[int]()
@@ -234,15 +233,15 @@ def test_a_suspended_call_reads_as_a_local_one(lab: Laboratory, monkeypatch: pyt
             thread.join(60)
         usage = greedy.usage.frames, other.usage.frames, modest.usage.frames
     assert len(resumed) >= 4
-    for readings in found.values():
-        assert [torch.equal(*pair) for pair in zip(readings, expected, strict=True)] == [True, True]
-    assert [torch.equal(*pair) for pair in zip(small, local_readings(1, 20)[0], strict=True)] == [True] * 20
+    pairs = (found["greedy"], expected), (found["other"], expected), (small, local_readings(1, 20)[0])
+    for readings, wanted in pairs:
+        assert all(torch.equal(*pair) for pair in zip(readings, wanted, strict=True))
     assert usage == (12, 12, 2 * 20 * len(X))
 
 
 @patient
-def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_server(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch, pace: float
+def test_a_huge_call_delays_others_by_a_turn_and_ends_with_client_or_server(
+    lab: Laboratory, monkeypatch: Any, pace: float
 ) -> None:
     """10^6 inputs at 2 * 10^5 outputs take minutes."""
     suspended = threading.Event()
@@ -257,15 +256,14 @@ def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_se
         except DeviceUnavailable as error:
             failures.append(error)
 
-    before = len(read_journal(lab.journal)) if lab.journal.exists() else 0
+    before = len(journal_of(lab))
     with serving(lab) as address, open_device(address, **WINDOW) as modest:
         modest.project(X)
         with open_device(f"{address}?timeout_s={0.1 * pace}&silence_s={pace}&run=huge", **huge) as device:
             began = time.monotonic()
             late = threading.Timer(0.05, modest.project, [X])
             late.start()
-            with pytest.raises(DeviceTimeout):
-                device.project(x)
+            refuses(DeviceTimeout, "within", device.project, x)
         late.join()
         assert time.monotonic() - began < 4 * TURN_S * pace
         began = time.monotonic()
@@ -282,11 +280,8 @@ def test_a_huge_call_delays_others_by_a_turn_and_ends_with_its_client_and_the_se
     last.join(10)
     assert [str(each) for each in failures] == ["the server was stopped; start it, and resume"]
     device.close()
-    used = {entry.run: (entry.calls, entry.used.frames) for entry in read_journal(lab.journal)[before:]}
+    used = {entry.run: (entry.calls, entry.used.frames) for entry in journal_of(lab)[before:]}
     assert (used["huge"], used["last"]) == ((1, 0), (1, 0))
-
-
-# The network
 
 
 def test_a_slow_network_only_takes_longer(lab: Laboratory) -> None:
@@ -294,7 +289,7 @@ def test_a_slow_network_only_takes_longer(lab: Laboratory) -> None:
         with open_device(far, **WINDOW) as device:
             for step, expected in enumerate(local_readings(2, 2)):
                 device.seek(step)
-                assert [torch.equal(device.project(X), each) for each in expected] == [True, True]
+                assert reads(device, expected)
         assert network.carried >= 1
 
 
@@ -307,33 +302,26 @@ def test_a_call_repeated_after_a_broken_connection_has_its_own_reading(lab: Labo
                 device.seek(step)
                 cut = threading.Timer(0.03 * step, network.cut)
                 cut.start()
-                assert [torch.equal(device.project(X), each) for each in expected[step]] == [True, True]
+                assert reads(device, expected[step])
                 assert not torch.equal(other.project(X), expected[step][0])
                 cut.join()
             assert device.usage.frames == 4 * 2 * 2 * len(X)  # each reading counts once
         assert network.carried >= 3
 
 
-class Slow(GaussianDevice):
-    """Takes its time for few rows."""
-
-    pause_s = 1.0
-
-    def _project(self, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.0 if len(x) > 100 else self.pause_s)
-        return super()._project(x)
-
-
 @patient
 def test_a_call_that_takes_too_long_is_given_up(lab: Laboratory, pace: float) -> None:
-    register_device("slow", Slow)
-    Slow.pause_s, limit = pace, 0.3 * pace
-    with (
-        serving(lab, "gaussian", {"kind": "slow"}) as address,
-        open_device(f"{address}?timeout_s={limit:g}&silence_s={pace:g}", **WINDOW) as device,
-        pytest.raises(DeviceTimeout, match=f"did not finish a call within {limit:g} s"),
-    ):
-        device.project(X)
+    def project(self: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.0 if len(x) > 100 else pace)
+        return GaussianDevice._project(self, x)
+
+    register_device("slow", changed(GaussianDevice, _project=project))
+    told = f"did not finish a call within {0.3 * pace:g} s"
+    limits = f"timeout_s={0.3 * pace:g}&silence_s={pace:g}"
+    with serving(lab, "gaussian", {"kind": "slow"}) as address:
+        device = open_device(f"{address}?{limits}", **WINDOW)
+        with device:
+            refuses(DeviceTimeout, told, device.project, X)
 
 
 @pytest.mark.slow
@@ -352,79 +340,49 @@ def test_an_abandoned_call_does_not_block_the_next(lab: Laboratory) -> None:
         assert device.usage.frames == 2 * len(X)
 
 
-# The instrument
-
-
 def test_an_instrument_that_cannot_be_read_is_closed() -> None:
     held = list[int]()
 
-    class Dead(GaussianDevice):
-        def _open(self) -> None:
-            held.append(1)
+    def project(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise DeviceFault("it shows nothing")
 
-        def _close(self) -> None:
-            held.pop()
-
-        def _project(self, x: torch.Tensor) -> torch.Tensor:
-            raise DeviceFault("it shows nothing")
-
-    register_device("dead", Dead)
-    served = {"kind": "dead", "access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 4}
-    with pytest.raises(DeviceFault, match="it shows nothing"):
-        Instrument(load_description("gaussian", served))
+    parts = {"_open": lambda self: held.append(1), "_close": lambda self: held.pop(), "_project": project}
+    register_device("dead", changed(GaussianDevice, **parts))
+    served = load_description("gaussian", SHARED | {"kind": "dead", "n_outputs": 4})
+    refuses(DeviceFault, "it shows nothing", Instrument, served)
     assert not held
 
 
-def test_noise_below_the_law_stops_every_client(lab: Laboratory, faulty: None) -> None:
-    options = {"kind": "gaussian", "fault": "noise halved", "at_step": 3}
-    served = {"kind": KIND, "options": options, "monitor": {"every_steps": 1}}
+def test_noise_below_the_law_stops_every_client_or_one_with_a_baseline(lab: Laboratory, faulty: None) -> None:
+    served, other_window = broken("noise halved", 3, monitor={"every_steps": 1}), {**WINDOW, "seed": 1}
+    weak = (NoiseBelowCertificate, "blank frames scatter")
     with serving(lab, "gaussian", served) as address:
-        with open_device(address, **WINDOW) as one, open_device(address, **{**WINDOW, "seed": 1}) as other:
+        with open_device(address, **WINDOW) as one, open_device(address, **other_window) as other:
             other.seek(1)
             other.project(X)
-            with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
-                train(60, one)
-            with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
-                other.project(X)
-        with pytest.raises(NoiseBelowCertificate):
-            open_device(address, **WINDOW)
-
-
-def test_a_client_with_its_own_baseline_stops_alone(lab: Laboratory, faulty: None) -> None:
-    """It may have made the baseline up."""
-    options = {"kind": "gaussian", "fault": "noise halved", "at_step": 3}
-    served = {"kind": KIND, "options": options, "monitor": {"every_steps": 1}}
-    with clients(lab, served, WINDOW, {**WINDOW, "seed": 1}) as (one, other):
-        assert one.monitor.baseline is not None
-        one.compare_with(one.monitor.baseline)
-        with pytest.raises(NoiseBelowCertificate, match="blank frames scatter"):
-            train(60, one)
+            refuses(*weak, train, 60, one)
+            refuses(*weak, other.project, X)
+        refuses(NoiseBelowCertificate, ".", open_device, address, **WINDOW)
+    with clients(lab, served, WINDOW, other_window) as (one, other):
+        one.compare_with(one.monitor.baseline)  # which it may have made up
+        refuses(*weak, train, 60, one)
         other.seek(1)
         assert other.project(X).shape == (16, 40)
 
 
-def test_a_fault_of_a_shared_device_is_told_to_all(lab: Laboratory, faulty: None) -> None:
-    options = {"kind": "gaussian", "fault": "medium swapped", "at_step": 5}
-    access, monitor = {"exclusive": True}, {"every_steps": 1}
-    sizes = {"n_inputs": 12, "n_outputs": 256, "noise": {"sigma": 0.1}}
-    served = {"kind": KIND, "options": options, "access": access, "monitor": monitor, **sizes}
+def test_a_fault_of_a_shared_device_stops_all_and_a_bad_reading_one_step(
+    lab: Laboratory, faulty: None
+) -> None:
+    changes = SHARED | {"n_outputs": 256, "noise": {"sigma": 0.1}, "monitor": {"every_steps": 1}}
+    served = broken("medium swapped", 5, **changes)
     with clients(lab, served, {}, {}) as (one, other):
         assert one.monitor.baseline is None
-        with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
-            train(30, one, other)
+        refuses(DeviceFault, "medium decorrelated or was swapped", train, 30, one, other)
         for device in (one, other):
-            with pytest.raises(DeviceFault, match="medium decorrelated or was swapped"):
-                device.project(X)
-
-
-def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faulty: None) -> None:
-    options = {"kind": "gaussian", "fault": "NaN", "at_step": 0}
-    access, sizes = {"exclusive": True}, {"n_inputs": 12, "n_outputs": 40}
-    served = {"kind": KIND, "options": options, "access": access, **sizes}
-    with clients(lab, served, {}, {}) as (one, other):
+            refuses(DeviceFault, "medium decorrelated or was swapped", device.project, X)
+    with clients(lab, broken("NaN", 0, **SHARED), {}, {}) as (one, other):
         one.seek(0)
-        with pytest.raises(DeviceFault, match="returned NaN or infinity"):
-            one.project(X)
+        refuses(DeviceFault, "returned NaN or infinity", one.project, X)
         FaultyDevice.repaired = True
         assert one.project(X).shape == other.project(X).shape == (16, 40)
 
@@ -432,13 +390,9 @@ def test_one_bad_reading_of_a_shared_device_stops_one_step(lab: Laboratory, faul
 @patient
 def test_a_shared_device_that_hangs_leaves_its_server_up(lab: Laboratory, faulty: None, pace: float) -> None:
     FaultyDevice.repaired, limit = False, 0.5 * pace
-    options = {"kind": "gaussian", "fault": "time-out", "at_step": 0}
-    window = {"n_inputs": 12, "n_outputs": 40}
-    served = {"kind": KIND, "options": options, "access": {"exclusive": True}, **window}
-    with clients(lab, served, {}, {}, call_timeout_s=limit) as (one, other):
+    with clients(lab, broken("time-out", 0, **SHARED), {}, {}, call_timeout_s=limit) as (one, other):
         one.seek(0)
-        with pytest.raises(DeviceTimeout, match=f"did not answer within {limit:g} s; check its cables"):
-            one.project(X)
+        refuses(DeviceTimeout, f"did not answer within {limit:g} s; check its cables", one.project, X)
         FaultyDevice.repaired = True
         assert other.project(X).shape == (16, 40)
 

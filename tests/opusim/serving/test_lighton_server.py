@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from opusim import open_device
 from opusim.devices.baseline import reference_vectors
 from opusim.errors import CapabilityMissing, DeviceBusy, DeviceUnavailable, NoiseUnknown
 from opusim.serving.instrument import same_medium
+from tests.opusim.common import refuses
 from tests.support.appliance import CONFIG_FILE, DOUBLE
 from tests.support.command import ROOT
 from tests.support.served import Laboratory, new_laboratory
@@ -39,9 +41,8 @@ def served(lab: Laboratory, bind: str = "tcp://127.0.0.1:*") -> Iterator[tuple[s
     def take_interrupts() -> None:  # a program in the background ignores them, and so do its children
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    with subprocess.Popen(
-        [*command, *window], stdout=subprocess.PIPE, text=True, env=settings, preexec_fn=take_interrupts
-    ) as process:
+    options = {"stdout": subprocess.PIPE, "text": True, "env": settings, "preexec_fn": take_interrupts}
+    with subprocess.Popen([*command, *window], **options) as process:
         try:
             lines = iter(process.stdout.readline, "")
             line = next(line for line in lines if line.startswith("serving on "))
@@ -80,22 +81,18 @@ def test_a_client_reads_the_appliance_through_it(lab: Laboratory, monkeypatch: p
             drawn = device.draw((3, N_OUTPUTS))
             assert drawn.shape == (3, N_OUTPUTS)
             assert drawn.std() < signal_std
-            with pytest.raises(NoiseUnknown, match="calibrate it"):
-                _ = device.noise
+            refuses(NoiseUnknown, "calibrate it", lambda: device.noise)
             with pytest.raises(CapabilityMissing):
                 device.require("matrix")
             fingerprint = device.description.options["fingerprint"]
             lab.become("bob", monkeypatch)
-            with pytest.raises(DeviceBusy, match="alice has the device to itself"):
-                open_device(address, n_inputs=2, n_outputs=3)
+            refuses(DeviceBusy, "alice has the device to", open_device, address, n_inputs=2, n_outputs=3)
         with open_device(f"{address}?wait_s=5&outputs_from=8", n_inputs=4, n_outputs=6) as device:
             assert device.project(torch.eye(4)).shape == (4, 6)
             assert same_medium(str(device.description.options["fingerprint"]), str(fingerprint))
 
 
-def test_a_run_survives_the_server_that_is_killed_between_two_calls(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_survives_a_server_killed_between_two_calls(lab: Laboratory, monkeypatch: Any) -> None:
     lab.become("alice", monkeypatch)
     with served(lab) as (address, process):
         device = open_device(address, n_inputs=N_INPUTS, n_outputs=N_OUTPUTS)
@@ -111,8 +108,6 @@ def test_a_run_survives_the_server_that_is_killed_between_two_calls(
 def test_a_stranger_is_not_let_in(lab: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.add_user("eve", known=False)
     lab.become("eve", monkeypatch)
-    with (
-        served(lab) as (address, _),
-        pytest.raises(DeviceUnavailable, match="does not know the key of 'eve'"),
-    ):
-        open_device(f"{address}?silence_s=3", n_inputs=2, n_outputs=3)
+    with served(lab) as (address, _):
+        window = {"n_inputs": 2, "n_outputs": 3}
+        refuses(DeviceUnavailable, "the key of 'eve'", open_device, f"{address}?silence_s=3", **window)

@@ -25,6 +25,7 @@ from opusim.serving.instrument import Window, law_of_outputs, packed_law, unpack
 from opusim.serving.journal import Entry, Journal, read_journal, usage_figure, usage_rows
 from opusim.serving.keys import Users, make_key, own_key, read_key, server_key
 from opusim.serving.server import FairQueue, Places
+from tests.opusim.common import refuses
 from tests.support.served import expire
 
 # Keys
@@ -36,22 +37,17 @@ def test_a_secret_is_for_its_owner_only(tmp_path: Path) -> None:
     assert secret.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "keys").stat().st_mode & 0o777 == 0o700
     assert read_key(secret, secret=True) == key
-    assert key.secret is not None
     assert key.secret not in public.read_text() + repr(key)
     public.chmod(0o600)
-    with pytest.raises(ConfigError, match="secret: missing; this is a public file"):
-        read_key(public, secret=True)
+    refuses(ConfigError, "secret: missing; this is a public file", read_key, public, secret=True)
     secret.chmod(0o640)
-    with pytest.raises(ConfigError, match="others may read this secret; run: chmod 600"):
-        read_key(secret, secret=True)
-    with pytest.raises(ConfigError, match="alice: is there already"):
-        make_key("alice", tmp_path / "keys")
+    refuses(ConfigError, "others may read this secret; run: chmod 600", read_key, secret, secret=True)
+    refuses(ConfigError, "alice: is there already", make_key, "alice", tmp_path / "keys")
 
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a" * 65, ".hidden"])
 def test_a_key_needs_a_plain_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="must be letters, digits"):
-        make_key(name, tmp_path)
+    refuses(ValueError, "must be letters, digits", make_key, name, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -65,43 +61,34 @@ def test_a_key_needs_a_plain_name(tmp_path: Path, name: str) -> None:
 )
 def test_a_file_that_is_no_key_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "bad.pub").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_key(tmp_path / "bad.pub", secret=False)
+    refuses(ConfigError, message, read_key, tmp_path / "bad.pub", secret=False)
 
 
-def test_a_user_is_told_which_key_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_is_told_which_key_is_missing_or_expired(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     folder = tmp_path / "opusim" / "keys"
-    with pytest.raises(ConfigError, match="holds no key; make one with: opusim device keys new NAME"):
-        own_key()
+    refuses(ConfigError, "holds no key; make one with: opusim device keys new NAME", own_key)
     alice = make_key("alice", folder)
     assert own_key() == alice
     make_key("bob", folder, days=1)
-    with pytest.raises(ConfigError, match="holds 2 keys; name one in OPUSIM_KEY"):
-        own_key()
+    refuses(ConfigError, "holds 2 keys; name one in OPUSIM_KEY", own_key)
     assert own_key("alice") == own_key(str(folder / "alice.key")) == alice
-    with pytest.raises(ConfigError, match="server.pub: is missing; ask the laboratory"):
-        server_key("opu.lab", 5555)
+    refuses(ConfigError, "server.pub: is missing; ask the laboratory", server_key, "opu.lab", 5555)
     make_key("server", tmp_path / "one")
     other = make_key("server", tmp_path / "two")
     for source, name in ((tmp_path / "one", "server.pub"), (tmp_path / "two", "opu.lab_5555.pub")):
         (folder / name).write_bytes((source / "server.pub").read_bytes())
     assert server_key("opu.lab", 5555).public == other.public
     assert server_key("opu.lab", 5556).public != other.public
-
-
-def test_an_expired_key_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    make_key("alice", tmp_path / "opusim" / "keys")
-    for file in (tmp_path / "opusim" / "keys").iterdir():
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "old"))
+    make_key("alice", tmp_path / "old" / "opusim" / "keys")
+    for file in (tmp_path / "old" / "opusim" / "keys").iterdir():
         expire(file)
-    with pytest.raises(ConfigError, match="the key of 'alice' expired on 2020-01-01"):
-        own_key()
+    refuses(ConfigError, "the key of 'alice' expired on 2020-01-01", own_key)
 
 
 def test_a_server_leaves_out_what_is_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="server.key: is missing; make it with: opusim device keys new"):
-        Users(tmp_path)
+    refuses(ConfigError, "server.key: is missing; make it with: opusim device keys new", Users, tmp_path)
     make_key("server", tmp_path)
     alice = make_key("alice", tmp_path)
     (tmp_path / "bad.pub").write_text("nothing")
@@ -137,20 +124,13 @@ def test_only_the_laboratory_adds_keys(tmp_path: Path, mode: int) -> None:
     folder = tmp_path / "keys"
     make_key("server", folder)
     folder.chmod(mode)
-    with pytest.raises(ConfigError, match="mode: others may add keys here; run: chmod go-w"):
-        Users(folder)
+    refuses(ConfigError, "mode: others may add keys here; run: chmod go-w", Users, folder)
     folder.chmod(0o755)
     assert Users(folder).own.name == "server"
 
 
-# Messages
-
-ARRAYS = (
-    np.arange(6, dtype=np.int8).reshape(2, 3),
-    np.arange(4, dtype=">f4"),
-    np.zeros((0, 5), dtype=np.float32),
-    np.float64([[1.5]]),
-)
+ARRAYS = np.arange(6, dtype=np.int8).reshape(2, 3), np.arange(4, dtype=">f4")
+ARRAYS = *ARRAYS, np.zeros((0, 5), dtype=np.float32), np.float64([[1.5]])
 
 
 def test_a_message_and_errors_of_other_classes_come_back() -> None:
@@ -159,8 +139,7 @@ def test_a_message_and_errors_of_other_classes_come_back() -> None:
     assert (found.kind, found.values) == (message.kind, message.values)
     assert all(np.array_equal(*pair) for pair in zip(found.arrays, ARRAYS, strict=True))
     assert [array.dtype.str for array in found.arrays] == ["|i1", "<f4", "<f4", "<f8"]
-    with pytest.raises(TypeError, match="array has dtype int64"):
-        Message(kind="call", arrays=(np.arange(3),)).frames()
+    refuses(TypeError, "array has dtype int64", lambda: Message(kind="call", arrays=(np.arange(3),)).frames())
 
     class Odd(DeviceError):
         pass
@@ -193,8 +172,7 @@ def header(arrays: str = "[]", schema: int = 1, rest: str = '"kind": "call", "va
     ],
 )
 def test_bytes_that_are_no_message_are_refused(frames: list[bytes], message: str) -> None:
-    with pytest.raises(BadMessage, match=message):
-        read_message(frames, limit=9000 if len(frames) != 1 else 2**21)
+    refuses(BadMessage, message, read_message, frames, limit=9000 if len(frames) != 1 else 2**21)
 
 
 @pytest.mark.parametrize(
@@ -211,50 +189,33 @@ def test_errors_come_back_as_they_were(error: Exception) -> None:
 
 def test_laws_cross_without_loss() -> None:
     rates = np.linspace(1, 2, 8).reshape(2, 4)
+    counts = {"rate_low": rates, "rate_high": 2 * rates, "weight": rates, "added_variance": np.arange(4.0)}
+    spread = {"std_low": 0.1, "std_high": 0.3, "n_outputs": 4}
     laws = (
         GaussianNoise(std=0.1, n_outputs=4),
         GaussianNoise(std=np.linspace(1, 2, 4), n_outputs=4, beta=1e-6),
-        PhotonCountNoise(rate_low=rates, rate_high=2 * rates, weight=rates, added_variance=np.arange(4.0)),
-        FluctuatingCountNoise(
-            rate_low=rates,
-            rate_high=2 * rates,
-            power_law="gaussian",
-            power_rms=0.01,
-            weight=rates,
-            added_variance=np.arange(4.0),
-            beta=1e-6,
-        ),
-        SignalGaussianNoise(std_low=0.1, std_high=0.3, n_outputs=4),
-        ConverterLatticeNoise(
-            step=0.1, std_low=0.1, std_high=0.3, conversions=2, clips=False, n_outputs=4, beta=1e-6
-        ),
+        PhotonCountNoise(**counts),
+        FluctuatingCountNoise(**counts, power_law="gaussian", power_rms=0.01, beta=1e-6),
+        SignalGaussianNoise(**spread),
+        ConverterLatticeNoise(**spread, step=0.1, conversions=2, clips=False, beta=1e-6),
     )
     for law in laws:
         assert unpacked_law(*packed_law(law)) == law
         half = law_of_outputs(law, slice(1, 3))
         assert half.n_outputs == 2
         assert (type(half), half.beta) == (type(law), law.beta)
-        for bound in (0, 1):
-            whole, part = (
-                np.broadcast_to(each.variance_bounds()[bound], n) for each, n in ((law, 4), (half, 2))
-            )
-            assert np.array_equal(whole[1:3], part)
+        for whole, part in zip(law.variance_bounds(), half.variance_bounds(), strict=True):
+            assert np.array_equal(np.broadcast_to(whole, 4)[1:3], np.broadcast_to(part, 2))
     assert unpacked_law(*packed_law(None)) is None
 
 
-# Turns
-
-
-def test_clients_take_turns_batch_by_batch() -> None:
+def test_clients_take_turns_and_one_may_hold_the_queue() -> None:
     queue: Any = FairQueue()
     for client, batches in (("a", [1, 2, 3]), ("b", [4]), ("c", [5, 6])):
         for batch in batches:
             queue.put(client, batch)
     assert [queue.position(client) for client in "abcd"] == [0, 1, 2, None]
     assert [queue.take() for _ in range(6)] == [("a", 1), ("b", 4), ("c", 5), ("a", 2), ("c", 6), ("a", 3)]
-
-
-def test_a_client_that_holds_the_queue_has_it_to_itself() -> None:
     queue: Any = FairQueue()
     queue.put("a", 1)
     queue.hold("b")
@@ -277,15 +238,14 @@ def test_a_client_that_holds_the_queue_has_it_to_itself() -> None:
     assert not queue.has_next
 
 
-def test_places_are_given_in_the_order_of_asking() -> None:
+def test_places_are_given_in_the_order_of_asking_and_not_all_to_one_user() -> None:
     places = Places(1, most_of_user=5, patience_s=100)
     window = Window(n_inputs=1, first=0, n_outputs=4, mode="release", seed=0)
     assert places.queued("alice", "t1", None, waits=False) == 0
     assert places.queued("alice", "t2", "full", waits=True) == 1
     assert places.queued("alice", "t3", "full", waits=True) == 2
     assert places.queued("alice", "t3", None, waits=True) == 2  # t2 is first
-    with pytest.raises(DeviceBusy, match="2 clients wait for it; wait for it with --wait"):
-        places.queued("alice", "t4", None, waits=False)
+    refuses(DeviceBusy, "2 clients wait .* with --wait", places.queued, "alice", "t4", None, waits=False)
     assert places.queued("alice", "t2", None, waits=True) == 0
     assert places.queued("alice", "t3", None, waits=True) == 0
     assert places.obstacle(window, reserves=True) is None
@@ -297,32 +257,19 @@ def test_places_are_given_in_the_order_of_asking() -> None:
     hasty = Places(1, most_of_user=5, patience_s=-1)
     assert hasty.queued("alice", "t1", "full", waits=True) == 1
     assert hasty.queued("alice", "t2", None, waits=False) == 0  # t1 has not asked again in time
-
-
-def test_one_user_does_not_take_all_places() -> None:
-    """Those who wait count, so that the list of them is bounded."""
+    # Those who wait count, so that the list of them is bounded
     places = Places(100, most_of_user=3, patience_s=100)
     for ticket in ("t1", "t2", "t3"):
         places.queued("alice", ticket, "full", waits=True)
     assert places.queued("alice", "t1", "full", waits=True) == 1
-    with pytest.raises(DeviceBusy, match="alice has 3 clients here, the most that a user may"):
-        places.queued("alice", "t4", "full", waits=True)
+    refuses(DeviceBusy, "alice has 3 clients here", places.queued, "alice", "t4", "full", waits=True)
     assert places.queued("bob", "t1", "full", waits=True) == 4
 
 
-# Journal
-
-
 def entry(user: str, run: str, day: int, frames: int) -> Entry:
-    return Entry(
-        time=f"2026-11-{day:02d}T10:00:00+00:00",
-        device="opu",
-        user=user,
-        run=run,
-        calls=2,
-        used=Usage(frames=frames, seconds=frames * 0.5, joules=frames * 15.0, host_seconds=frames * 3.8),
-        busy_s=0.25,
-    )
+    time, used = f"2026-11-{day:02d}T10:00:00+00:00", (frames, frames * 0.5, frames * 15.0, frames * 3.8)
+    spent = Usage(**dict(zip(("frames", "seconds", "joules", "host_seconds"), used, strict=True)))
+    return Entry(time=time, device="opu", user=user, run=run, calls=2, used=spent, busy_s=0.25)
 
 
 def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:
@@ -345,8 +292,10 @@ def test_a_journal_adds_up_and_survives_a_torn_line(tmp_path: Path) -> None:
     assert "no use" in usage_figure([]).axes[0].texts[0].get_text()
     assert path.stat().st_mode & 0o777 == 0o600
     path.write_text('{"schema": 1}\n')
-    with pytest.raises(ConfigError, match="line 1: is no entry"):
-        read_journal(path)
+    refuses(ConfigError, "line 1: is no entry", read_journal, path)
+    now = datetime.datetime.now(datetime.UTC)
+    made = Entry(device="opu", user="alice", run="", calls=0, used=Usage(), busy_s=0.0)
+    assert abs(datetime.datetime.fromisoformat(made.time) - now) < datetime.timedelta(minutes=1)
 
 
 def test_a_journal_can_be_read_after_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,13 +314,6 @@ def test_a_journal_can_be_read_after_a_failed_write(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
-        with pytest.raises(OSError, match=r"usage\.jsonl"):
-            journal.write(entries[1])
+        refuses(OSError, r"usage\.jsonl", journal.write, entries[1])
     journal.write(entries[2])
     assert read_journal(path) == [entries[0], entries[2]]
-
-
-def test_an_entry_has_the_time_of_its_writing() -> None:
-    now = datetime.datetime.now(datetime.UTC)
-    made = Entry(device="opu", user="alice", run="", calls=0, used=Usage(), busy_s=0.0)
-    assert abs(datetime.datetime.fromisoformat(made.time) - now) < datetime.timedelta(minutes=1)

@@ -1,7 +1,7 @@
 """A served device is a device: the contract, and the readings of the local one."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,61 +16,45 @@ from opusim.noise import GaussianNoise, PhotonCountNoise
 from opusim.serving.instrument import Instrument, same_medium
 from opusim.serving.remote import RemoteDevice
 from opusim.testing.contract import DeviceContract
+from tests.opusim.common import refuses, ternary
 from tests.support.served import Laboratory, served_and_local, serving
 
-X = torch.randint(-1, 2, (16, 12), generator=torch.Generator().manual_seed(5))
-SHARED = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 40}
+X = ternary(16, 12, 5)
+SIZES = {"n_inputs": 12, "n_outputs": 40}
+SHARED = {"access": {"exclusive": True}, **SIZES}
 
 
-class OverLoopback(DeviceContract):
-    """The contract of a device behind a server."""
+SERVED = [
+    pytest.param(("gaussian", None), id="gaussian"),
+    pytest.param(("pcm", None), id="pcm"),
+    pytest.param(("gaussian", SHARED | {"n_inputs": 20, "n_outputs": 64}), id="shared gaussian"),
+]
+"""Each client has a device of its own, or sees a part of one, as hardware is."""
 
-    name = ""
-    overrides: ClassVar[dict[str, Any] | None] = None
 
-    address = ""
-
-    @pytest.fixture(autouse=True, scope="class")
+class TestServed(DeviceContract):
+    @pytest.fixture(autouse=True, scope="class", params=SERVED)
     @classmethod
-    def _serve(cls, lab: Laboratory) -> Iterator[None]:
-        with serving(lab, cls.name, cls.overrides) as cls.address:
+    def _serve(cls, lab: Laboratory, request: pytest.FixtureRequest) -> Iterator[None]:
+        name, overrides = request.param
+        cls.replayable = overrides is None
+        with serving(lab, name, overrides) as cls.address:
             yield
 
     def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device(self.address, n_inputs=12, n_outputs=40, **options)
+        return open_device(self.address, **SIZES, **options)
 
 
-class TestServedGaussian(OverLoopback):
-    name = "gaussian"
-
-
-class TestServedPcm(OverLoopback):
-    name = "pcm"
-
-
-class TestSharedPcm(OverLoopback):
-    """A chip that its clients share; one that programs it has it to itself."""
-
-    name = "pcm"
-    overrides: ClassVar[dict[str, Any] | None] = SHARED
+class TestSharedPcm(DeviceContract):  # a chip that its clients share; one that programs it has it to itself
     replayable = False
 
     @pytest.fixture(autouse=True)
     def _serve(self, lab: Laboratory) -> Iterator[None]:
-        """Serve anew for each test: what is programmed stays."""
-        with serving(lab, self.name, self.overrides) as self.address:
+        with serving(lab, "pcm", SHARED) as self.address:  # anew for each test: what is programmed stays
             yield
 
     def open_window(self, **options: Any) -> NoisyDevice:
-        return open_device(f"{self.address}?exclusive", n_inputs=12, n_outputs=40, **options)
-
-
-class TestSharedGaussian(OverLoopback):
-    """One device for all clients, as hardware is, of which each sees a part."""
-
-    name = "gaussian"
-    overrides: ClassVar[dict[str, Any] | None] = SHARED | {"n_inputs": 20, "n_outputs": 64}
-    replayable = False
+        return open_device(f"{self.address}?exclusive", **SIZES, **options)
 
 
 @pytest.mark.parametrize("name", ["gaussian", "camera", "ideal"])
@@ -104,16 +88,24 @@ def test_a_window_reads_the_columns_of_the_whole(lab: Laboratory, name: str, law
         assert torch.equal(remote.draw((3, 20)), local.draw((3, 50))[:, 30:])
 
 
-def test_a_shared_device_hides_the_inputs_and_outputs_of_others(lab: Laboratory) -> None:
+def test_a_shared_device_hides_other_outputs_and_returns_long_calls_whole(lab: Laboratory) -> None:
     served = {"access": {"exclusive": True}, "n_inputs": 16, "n_outputs": 64, "noise": {"sigma": 0.0}}
+    window = {"n_inputs": 12, "n_outputs": 24}
     with (
         serving(lab, "gaussian", served) as address,
-        open_device(f"{address}?outputs_from=40", n_inputs=12, n_outputs=24) as remote,
+        open_device(f"{address}?outputs_from=40", **window) as remote,
     ):
         read, told = remote.project(X), remote.require("matrix").matrix()
     with open_device("gaussian", n_inputs=12, n_outputs=64, noise={"sigma": 0.0}) as local:
         assert torch.equal(read, local.project(X)[:, 40:])
         assert torch.equal(told, local.require("matrix").matrix()[40:])
+    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 8, "noise": {"sigma": 0.0}}
+    x = torch.randint(-1, 2, (2500, 12), generator=torch.Generator().manual_seed(1))
+    with serving(lab, "gaussian", served) as address, open_device(address) as remote:
+        found = remote.project(x)
+        assert remote.usage.frames == 2 * 2500
+    with open_device("gaussian", n_inputs=12, n_outputs=8, noise={"sigma": 0.0}) as local:
+        assert torch.equal(found, local.project(x))
 
 
 def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: Laboratory) -> None:
@@ -123,29 +115,21 @@ def test_a_programmed_shared_device_is_another_one_for_its_other_clients(lab: La
         before = other.description
         programming, waiting = other.require("program"), other.require("wait")
         for act in (lambda: programming.program(matrix), lambda: waiting.wait(60.0)):
-            with pytest.raises(CapabilityMissing, match="changes the device for its other clients"):
-                act()
-        with (
-            open_device(f"{address}?exclusive", n_outputs=30) as part,
-            pytest.raises(ValueError, match="is written as a whole, 12 inputs and 40 outputs"),
-        ):
-            part.require("program").program(matrix[:30])
+            refuses(CapabilityMissing, "changes the device for its other clients", act)
+        with open_device(f"{address}?exclusive", n_outputs=30) as part:
+            refuses(ValueError, "a whole, 12 inputs and 40 out", part.require("program").program, matrix[:30])
         with open_device(f"{address}?exclusive") as alone:
             realised = alone.require("program").program(matrix)
             assert torch.equal(alone.require("matrix").matrix(), realised)
             low, high = alone.noise.variance_bounds()
             assert 0 <= low < high
-        with pytest.raises(DeviceUnavailable, match="was programmed by another client; open it again"):
-            other.project(X)
-        with pytest.raises(DeviceFault, match="its medium is another one now"):
-            type(other)(before).open()
+        refuses(DeviceUnavailable, "was programmed by another client; open it again", other.project, X)
+        refuses(DeviceFault, "its medium is another one now", lambda: type(other)(before).open())
         with open_device(address) as again:
             assert torch.equal(again.require("matrix").matrix(), realised)
 
 
-def test_what_a_user_programmed_is_not_shown_to_another(
-    lab: Laboratory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_user_programmed_is_not_shown_to_another(lab: Laboratory, monkeypatch: Any) -> None:
     secret, other = torch.linspace(-1, 1, 480).reshape(40, 12), torch.zeros(40, 12)
     with serving(lab, "pcm", SHARED) as address:
         with open_device(f"{address}?exclusive") as device:
@@ -166,29 +150,23 @@ def test_what_a_user_programmed_is_not_shown_to_another(
                 lambda: device.draw((1, 40)),
                 lambda: device.noise,
             ):
-                with pytest.raises(DeviceUnavailable, match="holds what another user programmed; program it"):
-                    act()
+                refuses(DeviceUnavailable, "holds what another user programmed; program it", act)
             written = device.require("program").program(other)
             assert torch.equal(device.require("matrix").matrix(), written)
         lab.become("alice", monkeypatch)
-        with (
-            open_device(address) as device,
-            pytest.raises(DeviceUnavailable, match="holds what another user programmed; program it yourself"),
-        ):
-            device.require("matrix").matrix()
+        with open_device(address) as device:
+            refuses(DeviceUnavailable, "another user programmed; program it", device.require("matrix").matrix)
 
 
 def test_a_lost_matrix_is_noticed(lab: Laboratory) -> None:
     """A client whose place is lost gets another device, which holds the random matrix."""
     matrix = torch.linspace(-1, 1, 480).reshape(40, 12)
     with serving(lab, "pcm") as address, open_device(address, n_inputs=12, n_outputs=40) as device:
-        assert isinstance(device, RemoteDevice)
         device.seek(0)
         device.program(matrix)
         device._session = "lost"
         for _ in range(2):
-            with pytest.raises(DeviceFault, match="holds another matrix; program it again"):
-                device.multiply(torch.zeros(1, 12))
+            refuses(DeviceFault, "another matrix; program it again", device.multiply, torch.zeros(1, 12))
         device.seek(1)
         realised = device.program(matrix)
         assert torch.equal(device.matrix(), realised)
@@ -204,10 +182,8 @@ def test_products_are_those_of_the_local_device(lab: Laboratory) -> None:
         assert remote.noise == local.noise
         assert torch.equal(remote.require("multiply").multiply(x), local.require("multiply").multiply(x))
         rows = torch.linspace(-1, 1, 80).reshape(2, 40)
-        assert torch.equal(
-            remote.require("multiply_transposed").multiply_transposed(rows),
-            local.require("multiply_transposed").multiply_transposed(rows),
-        )
+        turned = (each.require("multiply_transposed") for each in (remote, local))
+        assert torch.equal(*(each.multiply_transposed(rows) for each in turned))
         assert torch.equal(remote.require("wait").wait(60.0), local.require("wait").wait(60.0))
         assert remote.noise == local.noise
         assert remote.usage == local.usage
@@ -235,30 +211,15 @@ def test_a_served_device_tells_which_products_met_a_bound(lab: Laboratory) -> No
     assert met[-1500:].all()
 
 
-def test_long_calls_of_a_shared_device_come_back_whole(lab: Laboratory) -> None:
-    served = {"access": {"exclusive": True}, "n_inputs": 12, "n_outputs": 8, "noise": {"sigma": 0.0}}
-    x = torch.randint(-1, 2, (2500, 12), generator=torch.Generator().manual_seed(1))
-    with serving(lab, "gaussian", served) as address, open_device(address) as remote:
-        found = remote.project(x)
-        assert remote.usage.frames == 2 * 2500
-    with open_device("gaussian", n_inputs=12, n_outputs=8, noise={"sigma": 0.0}) as local:
-        assert torch.equal(found, local.project(x))
-
-
 def test_what_a_client_may_not_do_is_one_line(lab: Laboratory) -> None:
     with serving(lab, "gaussian", {"n_outputs": 64}) as address:
         with open_device(address, n_inputs=12, n_outputs=40) as remote:
-            with pytest.raises(CapabilityMissing, match="lacks the capability 'multiply'"):
-                remote.require("multiply")
-            with pytest.raises(ConfigError, match="certificate: belongs to the server"):
-                remote.attach_certificate(None)  # type: ignore[arg-type]
+            refuses(CapabilityMissing, "lacks the capability 'multiply'", remote.require, "multiply")
+            refuses(ConfigError, "certificate: belongs to the server", remote.attach_certificate, None)
             assert torch.equal(remote.project(X) * 0, torch.zeros(16, 40))
-        with pytest.raises(ConfigError, match="a window of 65 is wanted, the device has 64"):
-            open_device(address, n_outputs=65)
-        with pytest.raises(ConfigError, match="a window up to 70 is wanted, 64 are served"):
-            open_device(f"{address}?outputs_from=30", n_outputs=40)
-        with pytest.raises(ConfigError, match="noise: does nothing: the kind 'remote'"):
-            open_device(address, noise={"sigma": 0.5})
+        refuses(ConfigError, "a window of 65 .* has 64", open_device, address, n_outputs=65)
+        refuses(ConfigError, "up to 70 .* 64 are", open_device, f"{address}?outputs_from=30", n_outputs=40)
+        refuses(ConfigError, "noise: does nothing: .* 'remote'", open_device, address, noise={"sigma": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -273,8 +234,7 @@ def test_what_a_client_may_not_do_is_one_line(lab: Laboratory) -> None:
     ],
 )
 def test_a_wrong_address_is_refused(address: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        open_device(address)
+    refuses(ConfigError, message, open_device, address)
 
 
 def test_another_description_or_medium_is_noticed(lab: Laboratory) -> None:
@@ -285,18 +245,12 @@ def test_another_description_or_medium_is_noticed(lab: Laboratory) -> None:
         device.close()
     bind = f"tcp://127.0.0.1:{port}"
     other = {"noise": {"sigma": 0.2}}
-    with (
-        serving(lab, "gaussian", other, bind=bind),
-        pytest.raises(DeviceFault, match="another description now"),
-    ):
-        device.open()
+    with serving(lab, "gaussian", other, bind=bind):
+        refuses(DeviceFault, "another description now", device.open)
     options = {**stored.options, "fingerprint": "ff" * 32}
     changed = stored.model_copy(update={"options": options})
-    with (
-        serving(lab, "gaussian", bind=bind),
-        pytest.raises(DeviceFault, match="its medium is another one now"),
-    ):
-        type(device)(changed, n_inputs=12, n_outputs=40).open()
+    with serving(lab, "gaussian", bind=bind):
+        refuses(DeviceFault, "medium is another one", type(device)(changed, n_inputs=12, n_outputs=40).open)
     with serving(lab, "gaussian", bind=bind), device.open():
         assert device.project(X).shape == (16, 40)
 

@@ -16,7 +16,7 @@ from opusim.devices.kinds import register_device
 from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
-from tests.support.packages import install
+from tests.opusim.common import refuses
 
 pytestmark = pytest.mark.compiled
 
@@ -24,9 +24,7 @@ WINDOW = {"n_inputs": 12, "n_outputs": 200}
 X = torch.ones(1, 12)
 
 
-class BenchCamera(CameraDevice):
-    """A third party's camera, with an option of its own."""
-
+class BenchCamera(CameraDevice):  # a third party's camera, with an option of its own
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         return super()._project(x) * float(self.description.options.get("factor", 1.0))
 
@@ -52,11 +50,10 @@ def broken(fault: Fault, **options: Any) -> CameraDevice:
     changes = {"kind": "camera", "fault": fault.value, "at_step": 1, **options}
     description = load_description("camera").model_copy(update={"kind": KIND, "options": changes})
     device = faulty_device(description, **WINDOW).open()
-    assert isinstance(device, CameraDevice)
     return device
 
 
-def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
+def test_subclasses_of_the_camera_have_a_kind_and_faults_of_their_own(tmp_path: Path) -> None:
     register_device("bench_camera", BenchCamera)
     options = "[options]\nfactor = -1.0\n"
     with open_device(file(tmp_path, "bench_camera", options, ("options.factor",)), **WINDOW) as device:
@@ -66,22 +63,28 @@ def test_a_subclass_of_the_camera_has_a_kind_of_its_own(tmp_path: Path) -> None:
         mean = device.project(X.repeat(300, 1)).mean(0)
         expected = -(X @ device.matrix().T)[0]
         assert float(torch.corrcoef(torch.stack([mean, expected]))[0, 1]) > 0.99
-
-
-def test_an_installed_kind_of_camera_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    points = {"bench_camera": f"{__name__}:BenchCamera"}
-    install(monkeypatch, tmp_path / "lab", "bench", "opusim.devices", points)
-    monkeypatch.setattr(kinds, "_registered", {})
-    with open_device(file(tmp_path, "bench_camera"), **WINDOW) as device:
+    register_device("bench_camera", BenchCamera)
+    register_device(KIND, faulty_device)
+    options = '[options]\nkind = "bench_camera"\nfault = "unplugged"\nat_step = 1\nfactor = -1.0\n'
+    path = file(tmp_path, KIND, options, ("options.at_step", "options.factor"))
+    with open_device(path, **WINDOW) as device:
         assert isinstance(device, BenchCamera)
+        device.seek(1)
+        refuses(DeviceUnavailable, "is unplugged", device.project, X)
+        FaultyDevice.repaired = True
+        assert device.project(X).shape == (1, 200)
 
 
-def test_the_cameras_own_kind_takes_no_options_and_others_no_camera(tmp_path: Path) -> None:
+def test_kinds_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = file(tmp_path, "camera", "[options]\nfactor = 2.0\n", ("options.factor",))
-    with pytest.raises(ConfigError, match=r"options.factor: the kind 'camera' takes no options"):
-        open_device(path, **WINDOW)
-    with pytest.raises(ConfigError, match="belong together; give both or neither, or the kind that your"):
-        open_device(file(tmp_path, "gaussian"), **WINDOW)
+    refuses(ConfigError, r"options.factor: the kind 'camera' takes no options", open_device, path, **WINDOW)
+    refuses(ConfigError, "both or neither, or the kind", open_device, file(tmp_path, "gaussian"), **WINDOW)
+    description = load_description("camera")
+    options = {"kind": "camera", "fault": "unplugged", "at_step": 0}
+    with pytest.raises(ConfigError, match="is a camera; open it by `faulty_device`"):
+        FaultyDevice(description.model_copy(update={"kind": KIND, "options": options}), **WINDOW)
+    with pytest.raises(ConfigError, match="give kind, fault and at_step"):
+        faulty_device(description.model_copy(update={"options": {"kind": "camera"}}))
 
 
 def test_a_faulty_camera_from_a_file_is_a_camera(tmp_path: Path) -> None:
@@ -98,20 +101,6 @@ def test_a_faulty_camera_from_a_file_is_a_camera(tmp_path: Path) -> None:
         black = 4.0
         assert float((after - black) / (before - black)) == pytest.approx(0.5, abs=0.02)
         assert device.description.options["fault"] == "light changed"
-
-
-def test_a_faulty_subclass_stays_one(tmp_path: Path) -> None:
-    register_device("bench_camera", BenchCamera)
-    register_device(KIND, faulty_device)
-    options = '[options]\nkind = "bench_camera"\nfault = "unplugged"\nat_step = 1\nfactor = -1.0\n'
-    path = file(tmp_path, KIND, options, ("options.at_step", "options.factor"))
-    with open_device(path, **WINDOW) as device:
-        assert isinstance(device, BenchCamera)
-        device.seek(1)
-        with pytest.raises(DeviceUnavailable, match="is unplugged"):
-            device.project(X)
-        FaultyDevice.repaired = True
-        assert device.project(X).shape == (1, 200)
 
 
 def slope(device: CameraDevice, step: int, b: torch.Tensor) -> np.ndarray:
@@ -158,7 +147,6 @@ def test_faulty_frames_are_counted_once_and_long_exposures_take_their_time() -> 
         device.project(X.repeat(3, 1))
         assert device.usage.frames - opened == 12
     with open_device("camera", **WINDOW) as device:
-        assert isinstance(device, CameraDevice)
         opened = device.usage
         device.flat_frames(10)
         device.flat_frames(10, exposure_us=4000.0)
@@ -187,12 +175,3 @@ def test_impossible_readings_of_a_camera_are_refused(fault: Fault) -> None:
         device.seek(1)
         with pytest.raises(DeviceFault):
             device.project(X)
-
-
-def test_a_fault_that_needs_a_matrix_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    description = load_description("camera")
-    options = {"kind": "camera", "fault": "unplugged", "at_step": 0}
-    with pytest.raises(ConfigError, match="is a camera; open it by `faulty_device`"):
-        FaultyDevice(description.model_copy(update={"kind": KIND, "options": options}), **WINDOW)
-    with pytest.raises(ConfigError, match="give kind, fault and at_step"):
-        faulty_device(description.model_copy(update={"options": {"kind": "camera"}}))

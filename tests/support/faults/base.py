@@ -25,29 +25,17 @@ MODES = ("experiment", "release")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One planted fault.
-
-    Attributes:
-        name: Of its own.
-        breaks: What it does to which promise, one sentence.
-        trainers: Values of trainer.kind that it reaches.
-        protections: Values of protection.kind that it reaches.
-        modes: Modes that it reaches.
-        checks: Names of the self-test's checks of which at least one must raise an alarm.
-        settings: Further settings of the run, "key=value", which the fault needs.
-        small_batches: Whether only runs with small batches show it.
-        plant: Returns a context in which the product is at fault.
-    """
+    """One planted fault, which some trainers, protections and modes have."""
 
     name: str
-    breaks: str
-    trainers: tuple[str, ...]
+    breaks: str  # what it does to which promise, one sentence
+    trainers: tuple[str, ...]  # values of trainer.kind that it reaches
     protections: tuple[str, ...] = ("record",)
     modes: tuple[str, ...] = MODES
-    checks: tuple[str, ...]
-    plant: Callable[[], AbstractContextManager[None]]
-    settings: tuple[str, ...] = ()
-    small_batches: bool = False
+    checks: tuple[str, ...]  # of the self-test, of which at least one must raise an alarm
+    plant: Callable[[], AbstractContextManager[None]]  # a context in which the product is at fault
+    settings: tuple[str, ...] = ()  # further ones of the run, "key=value", which it needs
+    small_batches: bool = False  # only runs with small batches show it
 
     def applies(self, *, trainer: str, protection: str = "record", mode: str) -> bool:
         """Whether there is such a run, and the fault does anything to it; only feedbacks protect labels."""
@@ -65,14 +53,9 @@ class Fault:
 
 @contextmanager
 def replaced(target: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace a name by what `make` makes of its present value, and put it back.
+    """Replace "module:name" or "module:Class.name" by what `make` makes of its present value, and put it back.
 
-    Args:
-        target: "module:name" or "module:Class.name".
-        make: Takes the present value.
-
-    Raises:
-        AttributeError: There is no such name: the product moved it, and the fault must follow.
+    An AttributeError says that there is no such name: the product moved it, and the fault must follow.
     """
     module, _, path = target.partition(":")
     owner: Any = import_module(module)

@@ -98,11 +98,8 @@ FAULTS = (
         plant=lambda: replaced(f"{_RECORD}._factors", _each_layer_to_c),
     ),
     Fault(
-        name="clip_too_wide",
-        breaks="A record contributes up to sqrt(2) C.",
-        trainers=STEPWISE,
-        protections=("record", "label-amplified"),
-        checks=("sum: mean, in records",),
+        name="clip_too_wide", breaks="A record contributes up to sqrt(2) C.", trainers=STEPWISE,
+        protections=("record", "label-amplified"), checks=("sum: mean, in records",),
         plant=lambda: all_replaced(_WIDE),
     ),
     Fault(
@@ -121,7 +118,7 @@ FAULTS = (
         plant=lambda: replaced(f"{_RECORD}._factors", _of_the_mean),
         small_batches=True,
     ),
-)
+)  # fmt: skip
 OF_ONE_RUN = (
     Fault(
         name="bias_unclipped",

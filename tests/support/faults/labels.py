@@ -53,14 +53,10 @@ def _unpermuted(answers: Callable[..., Any]) -> Callable[..., Any]:
 
 def of_a_camera(name: str, breaks: str, noise: str, checks: tuple[str, ...], target: str, make: Any) -> Fault:
     return Fault(
-        name=name,
-        breaks=breaks,
-        trainers=("pdfa",),
-        protections=("label-readout",),
-        settings=(f"protection.noise={noise}",),
-        checks=checks,
+        name=name, breaks=breaks, trainers=("pdfa",), protections=("label-readout",),
+        settings=(f"protection.noise={noise}",), checks=checks,
         plant=lambda: replaced(f"{_PROTECTIONS}.{target}", make),
-    )
+    )  # fmt: skip
 
 
 _BRIGHT = "Labels are shown to the camera with 1.5 times the accounted light."
@@ -101,11 +97,7 @@ FAULTS = (
     ),
     of_a_camera("answers_too_bright", _BRIGHT, "argmax", (_SHARE,), _TAKEN, _brighter),
     of_a_camera(
-        "counts_too_bright",
-        _BRIGHT,
-        "counts",
-        ("counts: mean losses", "counts: spread of losses"),
-        _TAKEN,
+        "counts_too_bright", _BRIGHT, "counts", ("counts: mean losses", "counts: spread of losses"), _TAKEN,
         _brighter,
     ),
-)
+)  # fmt: skip

@@ -178,11 +178,8 @@ FAULTS = (
         plant=lambda: credited_noise(always(drawn(lambda draw: draw.zero_() if draw.dim() == 1 else draw))),
     ),
     Fault(
-        name="last_layer_without_noise",
-        breaks="Only the first layer receives noise.",
-        trainers=FEEDBACKS,
-        checks=("noise: variance in a parameter",),
-        plant=lambda: changed_noise(_first_layer_only),
+        name="last_layer_without_noise", breaks="Only the first layer receives noise.", trainers=FEEDBACKS,
+        checks=("noise: variance in a parameter",), plant=lambda: changed_noise(_first_layer_only),
     ),
     Fault(
         name="noise_of_wide_columns",
@@ -229,11 +226,8 @@ FAULTS = (
         plant=lambda: replaced("opusim.training.convex.trainer:ConvexTrainer.open", _without_final),
     ),
     Fault(
-        name="steps_without_noise",
-        breaks="Every tenth step has no noise.",
-        trainers=STEPWISE,
-        protections=BY_STEP,
-        checks=("noise: variance in a step",),
+        name="steps_without_noise", breaks="Every tenth step has no noise.", trainers=STEPWISE,
+        protections=BY_STEP, checks=("noise: variance in a step",),
         plant=lambda: credited_noise(always(NotTenth)),
     ),
     Fault(
@@ -259,7 +253,7 @@ FAULTS = (
         plant=lambda: all_replaced(dict.fromkeys(_WRITERS, _only_for_records)),
         small_batches=True,
     ),
-)
+)  # fmt: skip
 HALVED = Fault(
     name="noise_halved",
     breaks="The credited noise has half of its standard deviation.",

@@ -21,11 +21,7 @@ _MAKERS = (
 
 
 class Wrapped(NoiseStream):
-    """A stream whose draws a fault may change.
-
-    Args:
-        stream: The right one.
-    """
+    """A stream whose draws a fault may change."""
 
     def __init__(self, stream: NoiseStream) -> None:
         self.stream = stream

@@ -13,12 +13,7 @@ from opusim.randomness import noise_stream
 
 
 class BenchDevice(NoisyDevice):
-    """y = B x + N(0, diag(std^2)), std from sigma to twice sigma.
-
-    Args:
-        description: one with the options ``matrix_seed`` and ``sigma``.
-        **window: as for `NoisyDevice`.
-    """
+    """y = B x + N(0, diag(std^2)), std from sigma to twice sigma; options ``matrix_seed`` and ``sigma``."""
 
     can = NoisyDevice.can | {"matrix"}
 

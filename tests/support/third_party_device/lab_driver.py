@@ -14,12 +14,7 @@ from opusim.noise import GaussianNoise
 
 
 class InstrumentDevice(NoisyDevice):
-    """y = (reading of the positive frame - reading of the negative frame) / (DN per unit).
-
-    Args:
-        description: of the instrument.
-        **window: as for `NoisyDevice`.
-    """
+    """y = (reading of the positive frame - reading of the negative frame) / (DN per unit)."""
 
     def __init__(self, description: DeviceDescription, **window: Any) -> None:
         super().__init__(description, **window)

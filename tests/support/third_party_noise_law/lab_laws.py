@@ -12,16 +12,11 @@ from opusim import NoiseModel, checks
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LaplaceNoise(NoiseModel):
-    """Independent Laplace noise at every output, of density exp(-|v| / scale) / (2 scale).
-
-    Attributes:
-        scale: in units of the reading, above 0; the standard deviation is sqrt(2) times this.
-        beta: probability that the scale is wrong, if it comes from a calibration.
-    """
+    """Independent Laplace noise at every output, of density exp(-|v| / scale) / (2 scale)."""
 
     law: ClassVar[str] = "lab_laplace"
-    scale: float
-    beta: float = 0.0
+    scale: float  # in units of the reading, above 0
+    beta: float = 0.0  # probability that the scale is wrong, if it is calibrated
 
     def __post_init__(self) -> None:
         checks.positive(scale=self.scale)

@@ -19,15 +19,12 @@ def asked(**variables: str) -> str:
     return subprocess.run(CALL, env=settings, capture_output=True, text=True, check=False).stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        pytest.param("opusim tra", "train", marks=pytest.mark.slow),
-        ("opusim device ca", "calibrate"),
-        ("opusim train pdfa --prot", "--protect"),
-        pytest.param("opusim nothing", "", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("words", "answer"), [
+    pytest.param("opusim tra", "train", marks=pytest.mark.slow),
+    ("opusim device ca", "calibrate"),
+    ("opusim train pdfa --prot", "--protect"),
+    pytest.param("opusim nothing", "", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_words_are_completed(words: str, answer: str) -> None:
     number = str(len(words.split()) - 1)
     found = asked(_OPUSIM_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=number)

@@ -42,9 +42,7 @@ def documented(device: str, kept: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("device", "kept"), [("camera_low_light", "counts"), ("camera_fluctuating", "argmax")]
 )
-def test_all_commands_of_the_chain_run(
-    device: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chain_runs(device: str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     said = {}
     for words in documented(device, kept):

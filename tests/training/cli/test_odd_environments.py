@@ -23,20 +23,15 @@ from tests.support.command import ROOT, opusim
 NOT_UTF8 = os.fsdecode(b"run\xff")
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "line"),
-    [
-        ("WORLD_SIZE", "abc", "must be a whole number of processes, in [1, 1,048,576]"),
-        ("WORLD_SIZE", "0", "must be a whole number of processes, in [1, 1,048,576]"),
-        ("WORLD_SIZE", "1.5", "must be a whole number of processes, in [1, 1,048,576]"),
-        ("OPUSIM_WAIT", "nan", "must be a number of seconds, at least 0"),
-        ("OPUSIM_WAIT", "inf", "must be a number of seconds, at least 0"),
-        ("OPUSIM_WAIT", "-1", "must be a number of seconds, at least 0"),
-    ],
-)
-def test_a_variable_without_a_number_is_one_line(
-    tmp_path: Path, variable: str, value: str, line: str
-) -> None:
+@pytest.mark.parametrize(("variable", "value", "line"), [
+    ("WORLD_SIZE", "abc", "must be a whole number of processes, in [1, 1,048,576]"),
+    ("WORLD_SIZE", "0", "must be a whole number of processes, in [1, 1,048,576]"),
+    ("WORLD_SIZE", "1.5", "must be a whole number of processes, in [1, 1,048,576]"),
+    ("OPUSIM_WAIT", "nan", "must be a number of seconds, at least 0"),
+    ("OPUSIM_WAIT", "inf", "must be a number of seconds, at least 0"),
+    ("OPUSIM_WAIT", "-1", "must be a number of seconds, at least 0"),
+])  # fmt: skip
+def test_a_variable_that_is_no_number(tmp_path: Path, variable: str, value: str, line: str) -> None:
     result = opusim("device", "list", cwd=tmp_path, **{variable: value})
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == f"opusim: {variable} = {value!r}: {line}; correct or unset it\n"
@@ -71,9 +66,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_any_work(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written_is_refused_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         require_writable_folder(tmp_path / "file" / "out")
@@ -96,9 +89,7 @@ def work(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [[], ["--one-run"], ["--final-model"]])
-def test_an_audit_checks_if_it_can_write(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]
-) -> None:
+def test_an_audit_checks_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: list[str]) -> None:
     run = run_folders.made(tmp_path / "run")
     (tmp_path / "file").write_text("")
     for module in ("run_audit", "one_run.audit", "one_run.final_model"):

@@ -26,20 +26,15 @@ def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
     assert (changed.optimizer.lr, changed.optimizer.momentum, changed.sampler.batch_size) == (0.5, 0.9, 250)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"protection": {"kind": "label-readout", "noise": "device"}}, (0.04, 0.5)),
-        ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response"}}, (0.04, 0.5)),
-        ({"protection": {"kind": "label-amplified"}}, (0.01, 0.0)),
-        ({"protection": {"kind": "label-randomized-response"}, "optimizer": {"lr": 0.01}}, (0.01, 0.5)),
-        ({"protection": {"kind": "label-randomized-response"}, "optimizer": {"name": "adam"}}, (0.01, 0.0)),
-        ({"protection": {"kind": "label-randomized-response"}, "model": {"name": "vit-small"}}, (0.002, 0.0)),
-    ],
-)
-def test_labels_that_are_read_once_take_larger_steps_and_a_mean(
-    values: dict[str, Any], expected: tuple[float, float]
-) -> None:
+@pytest.mark.parametrize(("values", "expected"), [
+    ({"protection": {"kind": "label-readout", "noise": "device"}}, (0.04, 0.5)),
+    ({"trainer": {"kind": "bp"}, "protection": {"kind": "label-randomized-response"}}, (0.04, 0.5)),
+    ({"protection": {"kind": "label-amplified"}}, (0.01, 0.0)),
+    ({"protection": {"kind": "label-randomized-response"}, "optimizer": {"lr": 0.01}}, (0.01, 0.5)),
+    ({"protection": {"kind": "label-randomized-response"}, "optimizer": {"name": "adam"}}, (0.01, 0.0)),
+    ({"protection": {"kind": "label-randomized-response"}, "model": {"name": "vit-small"}}, (0.002, 0.0)),
+])  # fmt: skip
+def test_labels_read_once_take_larger_steps_and_a_mean(values: dict[str, Any], expected: tuple) -> None:
     optimizer = load_config(merged(values, {"protection": {"epsilon": 3.0}})).optimizer
     assert (optimizer.lr, optimizer.averaged_tail) == expected
 
@@ -105,52 +100,46 @@ def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
     assert load_config(path) == config
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("trainer.treshold=0.1", "trainer.treshold.*did you mean 'threshold'"),
-        ("nonsense=1", "nonsense.*keys here are"),
-        ("trainer.gain=-0.1", "trainer.gain.*at least 0, got -0.1"),
-        ("batch_size=4", "batch_size: unknown key; did you mean 'sampler.batch_size'?"),
-        ("epochs=1.5", "epochs: must be a valid integer, got 1.5; the default is 15"),
-        ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; did you mean 'bp'?"),
-        ("trainer.kind=forest", "trainer.kind: 'forest' is no trainer; known are 'bp', 'convex', 'dfa'"),
-        ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
-        ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
-        ("protection={kind='label-budget'}", "protection.kind: 'label-budget' was dropped; take"),
-        ("protection={kind='label-budget', epsilon=1}", "protection.kind: 'label-budget' was dropped; take"),
-        ("trainer={kind='dfa', projection='hadamard'}", "trainer.projection: 'hadamard' was dropped"),
-        ("protection={kind='label-readout', epsilon=1}", "protection.noise: 'digital' was dropped; take"),
-        ("trainer.rows=3.5", r"trainer\.rows: 3\.5: must be 'each', 'sum' or a whole number of at least 1"),
-        ("model.name=own.Net", "did you mean 'own:Net'"),
-        ("model.name=nets/own.py", "is no model"),
-        ("model.name=./nets/own.py:Net", "did you mean 'nets.own:Net'"),
-        ("trainer=3", "trainer: .*got 3|trainer: is a section, not one value; give its keys instead of 3"),
-        ("protection=[1]", "protection: is a section"),
-        ("schema_version=1", "schema_version: 1 is not 2"),
-        ("epochs=many", "epochs.*valid integer.*'many'"),
-        ("optimizer.lr=nan", "optimizer.lr"),
-        ("model.hidden=[0]", "model.*width below 1"),
-        ("threshold", "key=value"),
-        ("trainer.sigma=0.1", "device.noise.sigma"),
-        ("trainer.tau_b=1.0", "published"),
-        ("model.output_activation=tanh", "takes logits"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "message"), [
+    ("trainer.treshold=0.1", "trainer.treshold.*did you mean 'threshold'"),
+    ("nonsense=1", "nonsense.*keys here are"),
+    ("trainer.gain=-0.1", "trainer.gain.*at least 0, got -0.1"),
+    ("batch_size=4", "batch_size: unknown key; did you mean 'sampler.batch_size'?"),
+    ("epochs=1.5", "epochs: must be a valid integer, got 1.5; the default is 15"),
+    ("trainer.kind=backprop", "trainer.kind: 'backprop' is no trainer; did you mean 'bp'?"),
+    ("trainer.kind=forest", "trainer.kind: 'forest' is no trainer; known are 'bp', 'convex', 'dfa'"),
+    ("trainer.kind=pdf", "trainer.kind: 'pdf' is no trainer; did you mean 'pdfa'"),
+    ("protection.kind=3", "protection.kind: 3 is no protection; known are"),
+    ("protection={kind='label-budget'}", "protection.kind: 'label-budget' was dropped; take"),
+    ("protection={kind='label-budget', epsilon=1}", "protection.kind: 'label-budget' was dropped; take"),
+    ("trainer={kind='dfa', projection='hadamard'}", "trainer.projection: 'hadamard' was dropped"),
+    ("protection={kind='label-readout', epsilon=1}", "protection.noise: 'digital' was dropped; take"),
+    ("trainer.rows=3.5", r"trainer\.rows: 3\.5: must be 'each', 'sum' or a whole number of at least 1"),
+    ("model.name=own.Net", "did you mean 'own:Net'"),
+    ("model.name=nets/own.py", "is no model"),
+    ("model.name=./nets/own.py:Net", "did you mean 'nets.own:Net'"),
+    ("trainer=3", "trainer: .*got 3|trainer: is a section, not one value; give its keys instead of 3"),
+    ("protection=[1]", "protection: is a section"),
+    ("schema_version=1", "schema_version: 1 is not 2"),
+    ("epochs=many", "epochs.*valid integer.*'many'"),
+    ("optimizer.lr=nan", "optimizer.lr"),
+    ("model.hidden=[0]", "model.*width below 1"),
+    ("threshold", "key=value"),
+    ("trainer.sigma=0.1", "device.noise.sigma"),
+    ("trainer.tau_b=1.0", "published"),
+    ("model.output_activation=tanh", "takes logits"),
+])  # fmt: skip
 def test_bad_settings_are_one_line_that_names_the_key(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(settings=[setting])
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"protection": {"relation": "add_or_remove_one", "epsilon": 3.0}}, "protection.relation"),
-        ({"sampler": {"sampling_probability": 0.05}, "protection": {"epsilon": 3.0}}, "sampler.sampling_probability"),
-        ({"data": {"split": "content"}, "protection": {"epsilon": 3.0}}, "data.split"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "key"), [
+    ({"protection": {"relation": "add_or_remove_one", "epsilon": 3.0}}, "protection.relation"),
+    ({"sampler": {"sampling_probability": 0.05}, "protection": {"epsilon": 3.0}}, "sampler.sampling_probability"),
+    ({"data": {"split": "content"}, "protection": {"epsilon": 3.0}}, "data.split"),
+])  # fmt: skip
 def test_a_rule_about_several_sections_names_its_key_once(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"protection": {"kind": "record"}}, changes=changes)

@@ -123,21 +123,16 @@ def test_a_run_of_a_public_number_tells_it(tmp_path: Path) -> None:
     assert b'"n_train": 48' in old["config.json"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "relation", "stated"),
-    [
-        ("bp", None, "zero_out"),
-        ("bp", "replace_one", "replace_one"),
-        ("ulr", None, "zero_out"),
-        ("ulr", "replace_one", "replace_one"),
-        ("zo", None, "zero_out"),
-        ("convex", None, "replace_one"),
-        ("convex", "zero_out", "zero_out"),
-    ],
-)
-def test_the_relation_is_in_the_statement(
-    tmp_path: Path, kind: str, relation: str | None, stated: str
-) -> None:
+@pytest.mark.parametrize(("kind", "relation", "stated"), [
+    ("bp", None, "zero_out"),
+    ("bp", "replace_one", "replace_one"),
+    ("ulr", None, "zero_out"),
+    ("ulr", "replace_one", "replace_one"),
+    ("zo", None, "zero_out"),
+    ("convex", None, "replace_one"),
+    ("convex", "zero_out", "zero_out"),
+])  # fmt: skip
+def test_a_statement_has_its_relation(tmp_path: Path, kind: str, relation: str | None, stated: str) -> None:
     config = of_trainer(NULL, kind)
     if relation is not None:
         config = merged(config, {"protection": {"relation": relation}})

@@ -282,9 +282,7 @@ REFUSED: list[tuple[list[str], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_a_contradiction_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, tmp_path: Path
-) -> None:
+def test_a_contradiction_is_refused_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "zo.toml").write_text('trainer.kind = "zo"\n')
     (tmp_path / "pdfa.json").write_text(json.dumps({"config": RunConfig().model_dump(mode="json")}))
     before = set(tmp_path.iterdir())

@@ -95,45 +95,41 @@ class TestArrays:
         assert data.standardisation is standardisation
         assert plain.standardisation == Standardisation.identity()
 
-    @pytest.mark.parametrize(
-        ("changes", "error", "message"),
-        [
-            ({"x": X.tolist()}, TypeError, "x must be a numpy array or a torch tensor, got list.*numpy.asarray"),
-            ({"x": X.astype(str)}, TypeError, "x must hold numbers, got dtype <U"),
-            ({"x": X.astype(np.longdouble)}, TypeError, "torch lacks.*astype"),
-            ({"x": X + 1j}, TypeError, "x must be real"),
-            ({"x": X[0]}, ValueError, "x must have shape (n, d) with d at least 1, got (3,)"),
-            ({"x": X[:, :0]}, ValueError, "with d at least 1, got (20, 0)"),
-            ({"x": X[:0], "y": Y[:0]}, ValueError, "x is empty"),
-            ({"x": np.where(X == 7, np.nan, X)}, ValueError, "1 of 20 records.*first at position 2: remove"),
-            ({"x": np.where(X > 50, np.inf, X)}, ValueError, "3 of 20 records.*first at position 17"),
-            ({"x": X * 1e38}, ValueError, "must be finite as float32.*too large"),
-            ({"x": X[:19]}, ValueError, "x has 19 records and y 20 labels"),
-            ({"y": Y.astype(float)}, TypeError, "y must hold whole numbers, got torch.float64.*astype('int64')"),
-            ({"y": Y.reshape(-1, 1)}, ValueError, "y must have shape (n,).*y.reshape(-1).*argmax(1)"),
-            ({"y": Y - 1}, ValueError, "y holds 4 different labels from -1 to 2: .*numpy.unique"),
-            ({"y": Y + 1, "n_classes": 4}, ValueError, "labels from 0 to 3, got 1 to 4: number the classes from 0"),
-            ({"y": Y * 0}, ValueError, "n_classes = 1: must be at least 2; it counts all classes"),
-            ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
-            ({"n_classes": 4.0}, TypeError, "n_classes = 4.0: must be an integer, not float"),
-            ({"test": X}, TypeError, "test must be a pair (features, labels), got ndarray"),
-            ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features per record; the training records have 3"),
-            ({"test": (X, Y[:3])}, ValueError, "test[0] has 20 records and test[1] 3 labels"),
-            ({"test": (X, Y + 1)}, ValueError, "test[1] must hold labels from 0 to 3, got 1 to 4"),
-            ({"validation_fraction": 1.0}, ValueError, "validation_fraction must be at least 0 and below 1, got 1.0"),
-            ({"validation_fraction": float("nan")}, ValueError, "validation_fraction must be at least 0"),
-            ({"validation_fraction": 0.01}, ValueError, "of 20 records holds out 0 and leaves 20"),
-            ({"validation_fraction": 0.99}, ValueError, "of 20 records holds out 20 and leaves 0"),
-            ({"split_seed": -1}, ValueError, "split_seed = -1: must be an integer in [0, "),
-            (
-                {"standardise": Standardisation(mean=(0.0, 0.0), std=1.0, source="")}, ValueError,
-                "the constants () are for 2 features, x has shape (20, 3)",
-            ),
-        ],
-    )  # fmt: skip
-    def test_bad_input_has_a_remedy(
-        self, changes: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
+    @pytest.mark.parametrize(("changes", "error", "message"), [
+        ({"x": X.tolist()}, TypeError, "x must be a numpy array or a torch tensor, got list.*numpy.asarray"),
+        ({"x": X.astype(str)}, TypeError, "x must hold numbers, got dtype <U"),
+        ({"x": X.astype(np.longdouble)}, TypeError, "torch lacks.*astype"),
+        ({"x": X + 1j}, TypeError, "x must be real"),
+        ({"x": X[0]}, ValueError, "x must have shape (n, d) with d at least 1, got (3,)"),
+        ({"x": np.array(1.0), "y": np.array(0)}, ValueError, "x must have shape (n, d)"),
+        ({"x": X[:, :0]}, ValueError, "with d at least 1, got (20, 0)"),
+        ({"x": X[:0], "y": Y[:0]}, ValueError, "x is empty"),
+        ({"x": np.where(X == 7, np.nan, X)}, ValueError, "1 of 20 records.*first at position 2: remove"),
+        ({"x": np.where(X > 50, np.inf, X)}, ValueError, "3 of 20 records.*first at position 17"),
+        ({"x": X * 1e38}, ValueError, "must be finite as float32.*too large"),
+        ({"x": X[:19]}, ValueError, "x has 19 records and y 20 labels"),
+        ({"y": Y.astype(float)}, TypeError, "y must hold whole numbers, got torch.float64.*astype('int64')"),
+        ({"y": Y.reshape(-1, 1)}, ValueError, "y must have shape (n,).*y.reshape(-1).*argmax(1)"),
+        ({"y": Y - 1}, ValueError, "y holds 4 different labels from -1 to 2: .*numpy.unique"),
+        ({"y": Y + 1, "n_classes": 4}, ValueError, "labels from 0 to 3, got 1 to 4: number the classes from 0"),
+        ({"y": Y * 0}, ValueError, "n_classes = 1: must be at least 2; it counts all classes"),
+        ({"n_classes": 1}, ValueError, "n_classes = 1: must be at least 2"),
+        ({"n_classes": 4.0}, TypeError, "n_classes = 4.0: must be an integer, not float"),
+        ({"test": X}, TypeError, "test must be a pair (features, labels), got ndarray"),
+        ({"test": (X[:, :2], Y)}, ValueError, "test[0] has 2 features per record; the training records have 3"),
+        ({"test": (X, Y[:3])}, ValueError, "test[0] has 20 records and test[1] 3 labels"),
+        ({"test": (X, Y + 1)}, ValueError, "test[1] must hold labels from 0 to 3, got 1 to 4"),
+        ({"validation_fraction": 1.0}, ValueError, "validation_fraction must be at least 0 and below 1, got 1.0"),
+        ({"validation_fraction": float("nan")}, ValueError, "validation_fraction must be at least 0"),
+        ({"validation_fraction": 0.01}, ValueError, "of 20 records holds out 0 and leaves 20"),
+        ({"validation_fraction": 0.99}, ValueError, "of 20 records holds out 20 and leaves 0"),
+        ({"split_seed": -1}, ValueError, "split_seed = -1: must be an integer in [0, "),
+        (
+            {"standardise": Standardisation(mean=(0.0, 0.0), std=1.0, source="")}, ValueError,
+            "the constants () are for 2 features, x has shape (20, 3)",
+        ),
+    ])  # fmt: skip
+    def test_bad_input_has_a_remedy(self, changes: dict[str, Any], error: type, message: str) -> None:
         pattern = ".*".join(re.escape(part) for part in message.split(".*"))
         with pytest.raises(error, match=pattern):
             _load(**changes)
@@ -186,23 +182,18 @@ class TestStandardisation:
         torch.testing.assert_close(result.mean(dim=0), torch.zeros(4), atol=1e-5, rtol=0)
         torch.testing.assert_close(result.std(dim=0, correction=0), torch.ones(4), atol=1e-5, rtol=0)
 
-    def test_a_constant_that_rounds_becomes_zero(self) -> None:
+    def test_a_constant_that_rounds_becomes_zero_and_stated_constants_are_public(self) -> None:
+        assert Standardisation(mean=0.1, std=2.7, source="a paper").public
+        assert Standardisation.identity().public
         x = np.full((7, 1), 0.1)
         assert Standardisation.from_data(x).apply(torch.from_numpy(x)).abs().max() < 1e-7
 
-    def test_public_constants_are_the_default(self) -> None:
-        assert Standardisation(mean=0.1, std=2.7, source="a paper").public
-        assert Standardisation.identity().public
-
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"std": 0.0}, "std must be above 0 everywhere"),
-            ({"std": (1.0, -1.0)}, "std must be above 0 everywhere"),
-            ({"mean": float("nan")}, "mean must be finite"),
-            ({"mean": (0.0,), "std": (1.0, 1.0)}, "one entry per feature"),
-        ],
-    )
+    @pytest.mark.parametrize(("changes", "message"), [
+        ({"std": 0.0}, "std must be above 0 everywhere"),
+        ({"std": (1.0, -1.0)}, "std must be above 0 everywhere"),
+        ({"mean": float("nan")}, "mean must be finite"),
+        ({"mean": (0.0,), "std": (1.0, 1.0)}, "one entry per feature"),
+    ])  # fmt: skip
     def test_refuses_constants_that_are_no_scale(self, changes: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             Standardisation(**({"mean": 0.0, "std": 1.0, "source": "test"} | changes))
@@ -213,47 +204,31 @@ class TestStandardisation:
             Standardisation.from_data(x)
 
 
-class TestSplit:
-    def test_refuses_other_types_and_lengths(self) -> None:
-        x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
-        with pytest.raises(ValueError, match="x must be float32"):
-            Split(x.double(), y)
-        with pytest.raises(ValueError, match=r"y must be int64 of shape \(4,\)"):
-            Split(x, y[:3])
+def test_a_split_refuses_other_types_and_lengths() -> None:
+    x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="x must be float32"):
+        Split(x.double(), y)
+    with pytest.raises(ValueError, match=r"y must be int64 of shape \(4,\)"):
+        Split(x, y[:3])
 
 
-class TestDigits:
-    def test_sizes_and_range(self) -> None:
-        data = load_dataset("digits", split_seed=0, standardise=False)
-        assert data.test is not None
-        assert (len(data.train), len(data.validation), len(data.test)) == (1294, 144, 359)
-        x = torch.cat([data.train.x, data.validation.x, data.test.x])
-        assert (float(x.min()), float(x.max())) == (0, 1)
-
-    def test_the_test_split_never_moves(self) -> None:
-        one, other = (load_dataset("digits", split_seed=seed).test for seed in (0, 1))
-        assert one is not None
-        assert other is not None
-        assert torch.equal(one.x, other.x)
-
-    def test_the_stated_constants_fit_all_published_records(self) -> None:
-        data = load_dataset("digits", split_seed=0)
-        assert data.test is not None
-        x = torch.cat([data.train.x, data.validation.x, data.test.x])
-        assert abs(float(x.mean())) < 5e-4
-        assert abs(float(x.std()) - 1) < 5e-4
-        assert data.standardisation.public
+def test_digits_have_a_range_a_fixed_test_split_and_public_constants() -> None:
+    raw = load_dataset("digits", split_seed=0, standardise=False)
+    data, other = (load_dataset("digits", split_seed=seed) for seed in (0, 1))
+    assert (len(raw.train), len(raw.validation), len(raw.test)) == (1294, 144, 359)
+    x, scaled = (torch.cat([each.train.x, each.validation.x, each.test.x]) for each in (raw, data))
+    assert (float(x.min()), float(x.max())) == (0, 1)
+    assert torch.equal(data.test.x, other.test.x)
+    assert max(abs(float(scaled.mean())), abs(float(scaled.std()) - 1)) < 5e-4
+    assert data.standardisation.public
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("minst", "; did you mean 'mnist'"),
-        ("Fashion_MNIST", "; did you mean 'fashion-mnist'"),
-        ("iris.csv", ", or package.module:function; did you mean 'csv:iris.csv'"),
-        ("imagenet", ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "hint"), [
+    ("minst", "; did you mean 'mnist'"),
+    ("Fashion_MNIST", "; did you mean 'fashion-mnist'"),
+    ("iris.csv", ", or package.module:function; did you mean 'csv:iris.csv'"),
+    ("imagenet", ""),
+])  # fmt: skip
 def test_an_unknown_name_lists_the_known_ones(name: str, hint: str) -> None:
     expected = f"data.name = '{name}': must be one of digits, mnist, fashion-mnist, cifar-10.*{hint}"
     with pytest.raises(ValueError, match=expected):
@@ -264,21 +239,16 @@ class TestCodes:
     """Labels are class numbers; other whole numbers would make a class of every number below them."""
 
     @pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor])
-    @pytest.mark.parametrize(
-        ("codes", "message"),
-        [
-            ((0, 2024), "2 different labels from 0 to 2024: .*numpy.unique.*data.classes.*n_classes = 2025"),
-            ((0, 10**7), "2 different labels from 0 to 10000000"),
-            ((0, 1, 3), "3 different labels from 0 to 3: .*n_classes = 4"),
-            ((5, 9), "2 different labels from 5 to 9"),
-            ((-1, 1), "2 different labels from -1 to 1: .*data.classes$"),
-            ((0, 2**62), "2 different labels"),
-            ((1, 2), "must hold labels from 0, got 1 to 2: subtract 1"),
-        ],
-    )
-    def test_codes_are_refused_with_the_call_that_numbers_them(
-        self, kind: Callable[[Any], Any], codes: tuple[int, ...], message: str
-    ) -> None:
+    @pytest.mark.parametrize(("codes", "message"), [
+        ((0, 2024), "2 different labels from 0 to 2024: .*numpy.unique.*data.classes.*n_classes = 2025"),
+        ((0, 10**7), "2 different labels from 0 to 10000000"),
+        ((0, 1, 3), "3 different labels from 0 to 3: .*n_classes = 4"),
+        ((5, 9), "2 different labels from 5 to 9"),
+        ((-1, 1), "2 different labels from -1 to 1: .*data.classes$"),
+        ((0, 2**62), "2 different labels"),
+        ((1, 2), "must hold labels from 0, got 1 to 2: subtract 1"),
+    ])  # fmt: skip
+    def test_codes_are_refused_with_a_remedy(self, kind: Callable, codes: tuple, message: str) -> None:
         x, y = np.eye(12, 3), np.array(codes)[np.arange(12) % len(codes)]
         with pytest.raises(ValueError, match=message):
             from_arrays(x, kind(y), validation_fraction=0.0, split_seed=0)
@@ -291,9 +261,6 @@ class TestCodes:
     def test_a_stated_number_of_classes_leaves_classes_without_a_record(self) -> None:
         x, y = np.eye(12, 3), np.arange(12) % 2 * 3
         assert from_arrays(x, y, n_classes=6, validation_fraction=0.0, split_seed=0).n_classes == 6
-
-
-# Masked, sparse and nested arrays
 
 
 x = np.random.default_rng(1).integers(0, 2, size=(20, 5)).astype(np.float32)
@@ -342,17 +309,14 @@ def test_masked_values_are_no_numbers(place: str) -> None:
         PLACES[place](masked(x, 3))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda y: data(x, y),
-        lambda y: data(x, masked(named(y.data), 3)),
-        lambda y: data(x, y.data, test=(x, y)),
-        lambda y: data(x, y, target="real"),
-        lambda y: FORM.records(x, y),
-        lambda y: NAMED.records(x, masked(named(y.data), 3)),
-    ],
-)
+@pytest.mark.parametrize("call", [
+    lambda y: data(x, y),
+    lambda y: data(x, masked(named(y.data), 3)),
+    lambda y: data(x, y.data, test=(x, y)),
+    lambda y: data(x, y, target="real"),
+    lambda y: FORM.records(x, y),
+    lambda y: NAMED.records(x, masked(named(y.data), 3)),
+])  # fmt: skip
 def test_masked_labels_are_refused(call: Callable[[Any], object]) -> None:
     with pytest.raises(ValueError, match=r"has 3 masked values"):
         call(masked(y, 3))
@@ -362,13 +326,10 @@ def test_a_mask_that_hides_nothing_is_taken() -> None:
     assert torch.equal(FORM.records(masked(x, 0), masked(y, 0)).x, torch.from_numpy(x))
 
 
-@pytest.mark.parametrize(
-    ("tensor", "found"),
-    [
-        (torch.from_numpy(x).to_sparse(), "sparse_coo"),
-        (torch.nested.as_nested_tensor(list(torch.from_numpy(x)), layout=torch.jagged), "nested"),
-    ],
-)
+@pytest.mark.parametrize(("tensor", "found"), [
+    (torch.from_numpy(x).to_sparse(), "sparse_coo"),
+    (torch.nested.as_nested_tensor(list(torch.from_numpy(x)), layout=torch.jagged), "nested"),
+])  # fmt: skip
 def test_tensors_without_a_number_at_each_place_are_refused(tensor: torch.Tensor, found: str) -> None:
     for call in (lambda: data(tensor, y), lambda: device().project(tensor)):
         with pytest.raises(TypeError, match=rf"x is a {found} tensor: must hold a number at each place"):

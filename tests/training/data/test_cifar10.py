@@ -88,14 +88,11 @@ def test_it_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         load_dataset("cifar-10", split_seed=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"train/airplane/0000.jpg": b"no image"}, "airplane/0000.jpg is no readable JPEG image"),
-        ({"train/airplane/0000.jpg": jpeg((1, 2, 3), (16, 32))}, "16 x 32 pixels, not 32 x 32"),
-        ({"train/lorry/0000.jpg": jpeg((1, 2, 3))}, "holds the classes.*not those of CIFAR-10"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"train/airplane/0000.jpg": b"no image"}, "airplane/0000.jpg is no readable JPEG image"),
+    ({"train/airplane/0000.jpg": jpeg((1, 2, 3), (16, 32))}, "16 x 32 pixels, not 32 x 32"),
+    ({"train/lorry/0000.jpg": jpeg((1, 2, 3))}, "holds the classes.*not those of CIFAR-10"),
+])  # fmt: skip
 def test_wrong_archives_are_named(tmp_path: Path, change: dict[str, bytes], message: str) -> None:
     write_archive(tmp_path, small() | change)
     with pytest.raises(DataError, match=message):
@@ -196,25 +193,22 @@ SOUND = idx_bytes(_images(20))
 ZIPPED = gzip.compress(SOUND, mtime=0)  # its bytes are in the names of tests
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (IMAGES, ZIPPED[: len(ZIPPED) // 2], "cut short, as by an interrupted download .*compressed data"),
-        (IMAGES, ZIPPED[:30] + b"\x00" * 9 + ZIPPED[39:], "not a sound gzip file"),
-        (IMAGES, SOUND[:-1], "cut short.*promises 180 bytes of data, it holds 179"),
-        (IMAGES, SOUND[:9], "cut short.*9 bytes do not hold a header of 16"),
-        (IMAGES, SOUND[:3], "cut short.*3 bytes do not hold a header of 16"),
-        (IMAGES, b"", "cut short.*0 bytes do not hold a header"),
-        (IMAGES, SOUND + b"\x00", "holds more than the 180 bytes that its header promises"),
-        (IMAGES, idx_bytes(np.arange(20)), "starts with 0x00000801.*3 dimension.*starts with 0x00000803"),
-        (IMAGES, idx_bytes(_images(20), element_type=13), "starts with 0x00000d03"),
-        (LABELS, SOUND, "starts with 0x00000803.*1 dimension.*starts with 0x00000801"),
-        (LABELS, b"<html>not found</html>", "starts with 0x3c68746d"),
-        (LABELS, idx_bytes(np.arange(19) % 10), "holds 20 images and train-labels-idx1-ubyte 19 labels"),
-        (LABELS, idx_bytes(np.arange(20)), "labels from 0 to 9, got 0 to 19"),
-        (IMAGES, idx_bytes(_images(20, side=2)), "training images of 4 pixels and test images of 9"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "message"), [
+    (IMAGES, ZIPPED[: len(ZIPPED) // 2], "cut short, as by an interrupted download .*compressed data"),
+    (IMAGES, ZIPPED[:30] + b"\x00" * 9 + ZIPPED[39:], "not a sound gzip file"),
+    (IMAGES, SOUND[:-1], "cut short.*promises 180 bytes of data, it holds 179"),
+    (IMAGES, SOUND[:9], "cut short.*9 bytes do not hold a header of 16"),
+    (IMAGES, SOUND[:3], "cut short.*3 bytes do not hold a header of 16"),
+    (IMAGES, b"", "cut short.*0 bytes do not hold a header"),
+    (IMAGES, SOUND + b"\x00", "holds more than the 180 bytes that its header promises"),
+    (IMAGES, idx_bytes(np.arange(20)), "starts with 0x00000801.*3 dimension.*starts with 0x00000803"),
+    (IMAGES, idx_bytes(_images(20), element_type=13), "starts with 0x00000d03"),
+    (LABELS, SOUND, "starts with 0x00000803.*1 dimension.*starts with 0x00000801"),
+    (LABELS, b"<html>not found</html>", "starts with 0x3c68746d"),
+    (LABELS, idx_bytes(np.arange(19) % 10), "holds 20 images and train-labels-idx1-ubyte 19 labels"),
+    (LABELS, idx_bytes(np.arange(20)), "labels from 0 to 9, got 0 to 19"),
+    (IMAGES, idx_bytes(_images(20, side=2)), "training images of 4 pixels and test images of 9"),
+])  # fmt: skip
 def test_a_damaged_file_is_named_with_what_to_do(raw: Path, name: str, content: bytes, message: str) -> None:
     _with_content(content, name, raw)
     with pytest.raises(ValueError, match=message) as caught:

@@ -124,15 +124,12 @@ def test_a_private_run_on_public_features_is_proven(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "config.json").read_text())["data"]["features"]["public"]
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"features": "ideal"}, r"must be optical:DEVICE \(such as optical:ideal\)"),
-        ({"features": "optical:"}, "must be optical:DEVICE"),
-        ({"features": "optical:camra"}, "camra"),
-        ({"n_features": 20}, "it needs data.features = 'optical:DEVICE'"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    ({"features": "ideal"}, r"must be optical:DEVICE \(such as optical:ideal\)"),
+    ({"features": "optical:"}, "must be optical:DEVICE"),
+    ({"features": "optical:camra"}, "camra"),
+    ({"n_features": 20}, "it needs data.features = 'optical:DEVICE'"),
+])  # fmt: skip
 def test_wrong_keys_are_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         training.train({**CONFIG, "data": data}, folder=tmp_path / "run")
@@ -240,14 +237,11 @@ def test_a_horizontal_gradient_falls_into_one_orientation() -> None:
     assert by_bin[0] > 0.99 * by_bin.sum()
 
 
-@pytest.mark.parametrize(
-    "public",
-    [
-        ScatteringMap(record_shape=(3, 16, 16), scale=1, groups=9),
-        HogMap(record_shape=(1, 16, 12), groups=6),
-        RandomConvolutionMap(record_shape=(3, 12, 12), filters=8, groups=4),
-    ],
-)
+@pytest.mark.parametrize("public", [
+    ScatteringMap(record_shape=(3, 16, 16), scale=1, groups=9),
+    HogMap(record_shape=(1, 16, 12), groups=6),
+    RandomConvolutionMap(record_shape=(3, 12, 12), filters=8, groups=4),
+])  # fmt: skip
 def test_a_map_reads_each_record_apart(public: PublicMap) -> None:
     """The features of a record are the same whatever the other records are, and a group has mean 0 and variance 1."""
     x = 20 * torch.rand(1003, public.n_inputs, generator=torch.Generator().manual_seed(0))
@@ -277,9 +271,7 @@ def test_a_run_on_a_map_learns_and_evaluates_as_it_trained(kind: str, tmp_path: 
     assert again.summary == run.summary
 
 
-def test_a_full_disk_costs_the_cache_and_not_the_run(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_the_cache(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**IMAGE_CONFIG, "data": {"features": "convolutions", "n_features": 64}, "epochs": 1}
     whole = training.train(config, folder=tmp_path / "whole")
 
@@ -304,19 +296,16 @@ def test_a_hidden_layer_trains_through_the_device_on_features(tmp_path: Path) ->
     assert [guarantee.status for guarantee in run.guarantees].count("proven")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ({"features": "scattering:9"}, "scattering:J with J from 1 to 4"),
-        ({"features": "hog:3"}, "hog or convolutions"),
-        ({"features": "scattering:4"}, "images of at least 16 x 16 pixels"),
-        ({"features": "convolutions", "n_features": 100}, "no multiple of 32"),
-        ({"features": "scattering:1", "features_groups": 4}, "does not divide the 9 channels.*3, 9"),
-        ({"features": "hog", "n_features": 20}, "'optical:DEVICE' or 'convolutions'"),
-        ({"features": "hog", "features_threshold": 0.5}, "it needs data.features = 'optical:DEVICE'"),
-        ({"features_groups": 4}, "it needs data.features"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    ({"features": "scattering:9"}, "scattering:J with J from 1 to 4"),
+    ({"features": "hog:3"}, "hog or convolutions"),
+    ({"features": "scattering:4"}, "images of at least 16 x 16 pixels"),
+    ({"features": "convolutions", "n_features": 100}, "no multiple of 32"),
+    ({"features": "scattering:1", "features_groups": 4}, "does not divide the 9 channels.*3, 9"),
+    ({"features": "hog", "n_features": 20}, "'optical:DEVICE' or 'convolutions'"),
+    ({"features": "hog", "features_threshold": 0.5}, "it needs data.features = 'optical:DEVICE'"),
+    ({"features_groups": 4}, "it needs data.features"),
+])  # fmt: skip
 def test_wrong_keys_of_images_are_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         training.train({**IMAGE_CONFIG, "data": data}, folder=tmp_path / "run")

@@ -105,47 +105,41 @@ class TestNumbersAndLabels:
         assert (data.target, data.n_classes, data.train.y.dtype) == ("labels", 4, torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("x", "y", "changes", "message"),
-    [
-        (IMAGES, np.arange(20) / 3, {}, "set data.target = 'real'"),
-        (IMAGES, np.eye(4)[CLASSES], {}, "set data.target = 'real' or 'labels'"),
-        (IMAGES, None, {}, "x must hold tokens, which are whole numbers, got torch.float32"),
-        (TOKENS, None, {"target": "real"}, "y is missing, which data.target = 'real' needs"),
-        (TOKENS, TOKENS[:, :3], {"target": "tokens"}, "y has 3 tokens per record and x 6"),
-        (TOKENS[:, :1], None, {}, "x has one token per record"),
-        (TOKENS, None, {"n_classes": 5}, "x must hold tokens from 0 to 4, got 0 to 6"),
-        (TOKENS - 1, None, {}, "got -1 to 5: number them from 0"),
-        (TOKENS, None, {"n_classes": 8, "vocabulary": 9}, "are the same number if tokens are predicted"),
-        (TOKENS, None, {"standardise": Standardisation(mean=0, std=1, source="")}, "x holds tokens"),
-        (TOKENS, TOKENS, {"inputs": "features"}, "has no next token"),
-        (IMAGES, CLASSES, {"vocabulary": 9}, "data.vocabulary = 9 is for tokens"),
-        (IMAGES, np.full(20, np.nan), {"target": "real"}, "y must be finite"),
-        (IMAGES, np.full((20, 2), 0.5), {"target": "labels"}, "y must hold zeros and ones"),
-        (IMAGES, np.zeros((20, 2)), {"target": "real", "n_classes": 3}, "differs from the 2 numbers"),
-        (IMAGES, np.zeros((20, 2, 2)), {"target": "real"}, "of shape (n,) or (n, k)"),
-        (
-            IMAGES,
-            np.zeros((20, 2)),
-            {"target": "real", "test": (IMAGES, np.zeros(20))},
-            "test[1] has 1 numbers per record, and 2 are predicted",
-        ),
-        (TOKENS, None, {"n_classes": 7, "test": (TOKENS + 1, None)}, "test[0] must hold tokens from 0 to 6"),
-        (TOKENS, None, {"test": (TOKENS[:, :3], None)}, "test[0] has 2 tokens per record"),
-    ],
-)
+@pytest.mark.parametrize(("x", "y", "changes", "message"), [
+    (IMAGES, np.arange(20) / 3, {}, "set data.target = 'real'"),
+    (IMAGES, np.eye(4)[CLASSES], {}, "set data.target = 'real' or 'labels'"),
+    (IMAGES, None, {}, "x must hold tokens, which are whole numbers, got torch.float32"),
+    (TOKENS, None, {"target": "real"}, "y is missing, which data.target = 'real' needs"),
+    (TOKENS, TOKENS[:, :3], {"target": "tokens"}, "y has 3 tokens per record and x 6"),
+    (TOKENS[:, :1], None, {}, "x has one token per record"),
+    (TOKENS, None, {"n_classes": 5}, "x must hold tokens from 0 to 4, got 0 to 6"),
+    (TOKENS - 1, None, {}, "got -1 to 5: number them from 0"),
+    (TOKENS, None, {"n_classes": 8, "vocabulary": 9}, "are the same number if tokens are predicted"),
+    (TOKENS, None, {"standardise": Standardisation(mean=0, std=1, source="")}, "x holds tokens"),
+    (TOKENS, TOKENS, {"inputs": "features"}, "has no next token"),
+    (IMAGES, CLASSES, {"vocabulary": 9}, "data.vocabulary = 9 is for tokens"),
+    (IMAGES, np.full(20, np.nan), {"target": "real"}, "y must be finite"),
+    (IMAGES, np.full((20, 2), 0.5), {"target": "labels"}, "y must hold zeros and ones"),
+    (IMAGES, np.zeros((20, 2)), {"target": "real", "n_classes": 3}, "differs from the 2 numbers"),
+    (IMAGES, np.zeros((20, 2, 2)), {"target": "real"}, "of shape (n,) or (n, k)"),
+    (
+        IMAGES,
+        np.zeros((20, 2)),
+        {"target": "real", "test": (IMAGES, np.zeros(20))},
+        "test[1] has 1 numbers per record, and 2 are predicted",
+    ),
+    (TOKENS, None, {"n_classes": 7, "test": (TOKENS + 1, None)}, "test[0] must hold tokens from 0 to 6"),
+    (TOKENS, None, {"test": (TOKENS[:, :3], None)}, "test[0] has 2 tokens per record"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named(x: Any, y: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         _load(x, y, **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"y": torch.zeros(4, 3)}, "target = 'class' takes y"),
-        ({"x": torch.zeros(4, 2, dtype=torch.int64)}, "vocabulary = None with x of torch.int64"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"y": torch.zeros(4, 3)}, "target = 'class' takes y"),
+    ({"x": torch.zeros(4, 2, dtype=torch.int64)}, "vocabulary = None with x of torch.int64"),
+])  # fmt: skip
 def test_a_dataset_of_contradictory_parts_is_refused(changes: dict[str, Any], message: str) -> None:
     parts = {"x": torch.zeros(4, 2), "y": torch.zeros(4, dtype=torch.int64)} | changes
     part = Split(**parts)
@@ -173,14 +167,11 @@ class TestRuns:
         with pytest.raises(ValueError, match=r"goes with data=\(x, y\)"):
             opusim.train(CONFIG, test=(IMAGES, CLASSES), folder=tmp_path / "run")
 
-    @pytest.mark.parametrize(
-        ("kind", "changes", "data", "message"),
-        [
-            ("ulr", {"target": "real"}, (IMAGES, CLASSES), "data.target: 'real' is not what trainer.kind ="),
-            ("convex", {}, (TOKENS, None), "data.target: 'tokens' is not what trainer.kind = 'convex'"),
-            ("zo", {"inputs": "tokens"}, (TOKENS, CLASSES), "data.inputs: 'tokens' is not what"),
-        ],
-    )
+    @pytest.mark.parametrize(("kind", "changes", "data", "message"), [
+        ("ulr", {"target": "real"}, (IMAGES, CLASSES), "data.target: 'real' is not what trainer.kind ="),
+        ("convex", {}, (TOKENS, None), "data.target: 'tokens' is not what trainer.kind = 'convex'"),
+        ("zo", {"inputs": "tokens"}, (TOKENS, CLASSES), "data.inputs: 'tokens' is not what"),
+    ])  # fmt: skip
     def test_a_trainer_of_classes_refuses_other_targets(
         self, kind: str, changes: dict[str, Any], data: Any, message: str, tmp_path: Path
     ) -> None:
@@ -230,9 +221,7 @@ def parts(dataset: Dataset) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("kind", ["<f4", ">f4", "<f8", "<f2", "u1"])
 @pytest.mark.parametrize("split", ["index", "content"])
-def test_they_give_the_data_set_of_records_in_memory(
-    tmp_path: Path, kind: str, split: Any, seed: int
-) -> None:
+def test_they_give_what_records_in_memory_give(tmp_path: Path, kind: str, split: Any, seed: int) -> None:
     x, y = records(seed)
     x = np.abs(x).astype(kind)
     constants = Standardisation(mean=tuple(np.linspace(0, 1, 12).tolist()), std=2.0, source="the test")
@@ -251,9 +240,7 @@ def test_they_give_the_data_set_of_records_in_memory(
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_they_are_standardised_as_in_memory(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_standardised_alike(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = records(seed)
     found = standardised_by_records(
         from_arrays(mapped(tmp_path, x), y, validation_fraction=0.2, split_seed=1)

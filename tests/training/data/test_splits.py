@@ -169,18 +169,15 @@ def test_a_part_may_be_empty_but_not_the_training_records() -> None:
         loaded(x, "content", fraction=1 - 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("split", "ids", "error", "message"),
-    [
-        ("index", [1, 2, 3], ValueError, "split = 'index' with ids: split = 'id' needs ids, and only it"),
-        ("content", [1, 2, 3], ValueError, "split = 'content' with ids"),
-        ("id", None, ValueError, "split = 'id' without ids"),
-        ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID per record"),
-        ("id", [1.0, 2, 3], TypeError, "ids: an ID has the type float; IDs must be int, str"),
-        ("id", [1, True, 3], TypeError, "ids: an ID has the type bool"),
-        ("label", None, ValueError, "split = 'label'"),
-    ],
-)
+@pytest.mark.parametrize(("split", "ids", "error", "message"), [
+    ("index", [1, 2, 3], ValueError, "split = 'index' with ids: split = 'id' needs ids, and only it"),
+    ("content", [1, 2, 3], ValueError, "split = 'content' with ids"),
+    ("id", None, ValueError, "split = 'id' without ids"),
+    ("id", [1, 2], ValueError, "x has 3 records and ids 2 entries; give one ID per record"),
+    ("id", [1.0, 2, 3], TypeError, "ids: an ID has the type float; IDs must be int, str"),
+    ("id", [1, True, 3], TypeError, "ids: an ID has the type bool"),
+    ("label", None, ValueError, "split = 'label'"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(split: str, ids: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         loaded(np.zeros((3, 2)), split, ids)
@@ -202,16 +199,12 @@ def users(ids: Any, most: int = 2, seed: int | None = 5) -> Users:
     return Users(found.records, found.most, seed)
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        ["a", "b", " a", "b\n", "a"],
-        [7, 8, "7 ", "8", np.int32(7)],
-        np.array([7, 8, 7, 8, 7]),
-        torch.tensor([7, 8, 7, 8, 7]),
-    ],
-    ids=["blanks", "numbers and texts", "an array", "a tensor"],
-)
+@pytest.mark.parametrize("ids", [
+    ["a", "b", " a", "b\n", "a"],
+    [7, 8, "7 ", "8", np.int32(7)],
+    np.array([7, 8, 7, 8, 7]),
+    torch.tensor([7, 8, 7, 8, 7]),
+], ids=["blanks", "numbers and texts", "an array", "a tensor"])  # fmt: skip
 def test_one_user_has_one_id_however_it_is_written(ids: Any) -> None:
     assert [own.tolist() for own in users(ids).records] == [[0, 2, 4], [1, 3]]
 

@@ -124,36 +124,31 @@ class TestFrames:
         labels = _load(FRAME.drop(columns="species"), label="wild", target="labels")
         assert (labels.target, labels.n_classes) == ("labels", 1)
 
-    @pytest.mark.parametrize(
-        ("frame", "test", "label", "message"),
-        [
-            (FRAME, None, None, "data.label is missing: name the column of data to predict, one of length"),
-            (FRAME, None, "specie", "'specie' is no column of data, which has length, species, count, wild"),
-            (FRAME.assign(city="x"), None, "species", "column 'city' of data holds 'x' in row 0 counted"),
-            (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
-            (FRAME.assign(who=[f"P{n}" for n in range(40)]), None, "species", "data.user = 'who' (--user)"),
-            (FRAME.assign(day=pandas.Timestamp(0)), None, "species", "column 'day' of data holds datetime64"),
-            (
-                FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)), None, "species",
-                "column 'length' of data lacks 1 of 40 values, the first in row 7 counted from 0",
-            ),
-            (
-                FRAME.assign(species=FRAME["species"].where(FRAME.index > 1)), None, "species",
-                "column 'species' of data lacks 2 of 40 values",
-            ),
-            (FRAME, None, "length", "column 'species' of data holds 'setosa' in row 0"),
-            (FRAME.drop(columns="species"), None, "length", "set data.target = 'real'"),
-            (FRAME, FRAME.drop(columns="wild"), "species", "test has no column 'wild'"),
-            (FRAME, FRAME.assign(z=1), "species", "test has a column 'z', which the training records lack"),
-            (FRAME, FRAME.assign(species="rosa"), "species", "test[1] holds 'rosa', which is none of the 3"),
-            (FRAME, (np.zeros((4, 3)), np.zeros(4, int)), "species", "must both be DataFrames, or neither"),
-            (FRAME[["species"]], None, "species", "has no column besides the labels"),
-            (pandas.concat([FRAME, FRAME], axis=1), None, "species", "several columns of the name 'count'"),
-        ],
-    )  # fmt: skip
-    def test_what_does_not_fit_names_its_column(
-        self, frame: Any, test: Any, label: Any, message: str
-    ) -> None:
+    @pytest.mark.parametrize(("frame", "test", "label", "message"), [
+        (FRAME, None, None, "data.label is missing: name the column of data to predict, one of length"),
+        (FRAME, None, "specie", "'specie' is no column of data, which has length, species, count, wild"),
+        (FRAME.assign(city="x"), None, "species", "column 'city' of data holds 'x' in row 0 counted"),
+        (FRAME.assign(city="x"), None, "species", "pandas.get_dummies(frame, columns=['city'])"),
+        (FRAME.assign(who=[f"P{n}" for n in range(40)]), None, "species", "data.user = 'who' (--user)"),
+        (FRAME.assign(day=pandas.Timestamp(0)), None, "species", "column 'day' of data holds datetime64"),
+        (
+            FRAME.assign(length=FRAME["length"].where(FRAME.index != 7)), None, "species",
+            "column 'length' of data lacks 1 of 40 values, the first in row 7 counted from 0",
+        ),
+        (
+            FRAME.assign(species=FRAME["species"].where(FRAME.index > 1)), None, "species",
+            "column 'species' of data lacks 2 of 40 values",
+        ),
+        (FRAME, None, "length", "column 'species' of data holds 'setosa' in row 0"),
+        (FRAME.drop(columns="species"), None, "length", "set data.target = 'real'"),
+        (FRAME, FRAME.drop(columns="wild"), "species", "test has no column 'wild'"),
+        (FRAME, FRAME.assign(z=1), "species", "test has a column 'z', which the training records lack"),
+        (FRAME, FRAME.assign(species="rosa"), "species", "test[1] holds 'rosa', which is none of the 3"),
+        (FRAME, (np.zeros((4, 3)), np.zeros(4, int)), "species", "must both be DataFrames, or neither"),
+        (FRAME[["species"]], None, "species", "has no column besides the labels"),
+        (pandas.concat([FRAME, FRAME], axis=1), None, "species", "several columns of the name 'count'"),
+    ])  # fmt: skip
+    def test_what_is_wrong_names_its_column(self, frame: Any, test: Any, label: Any, message: str) -> None:
         with pytest.raises((ValueError, TypeError), match=re.escape(message)):
             _load(frame, test, label)
 
@@ -215,23 +210,20 @@ class TestOtherForms:
         named = _load(_Pairs([(image.numpy(), "ab"[label % 2]) for image, label in pairs]), label=None)
         assert named.classes == ("a", "b")
 
-    @pytest.mark.parametrize(
-        ("data", "message"),
-        [
-            (lambda: DataLoader(_Pairs([(torch.ones(2), 1)])), "give data=loader.dataset, and its batch size as samp"),
-            (_Stream, "got _Stream; a run draws records by their numbers, which an iterable one lacks"),
-            (lambda: _Pairs([]), "data = _Pairs: is empty"),
-            (lambda: _Pairs([(torch.ones(2), 0), (torch.ones(3), 1)]), "record 1 has shapes (3,) and (), record 0"),
-            (lambda: _Pairs([(object(), 1)]), "data: record 0 is (object, int), and must be (x, y), x a tensor"),
-            (lambda: _Pairs([torch.ones(2)]), "data: record 0 is (Tensor), and must be (x, y)"),
-            (lambda: _Pairs([(torch.ones(2), 1)] * 3, noise=0.1), "gives another record 0 each time, as a random"),
-            (lambda: "flowers.csv", "in the configuration: config={'data': {'name': 'csv:flowers.csv'}}"),
-            (lambda: Path(__file__).parent, f"config={{'data': {{'name': 'folder:{Path(__file__).parent}'}}}}"),
-            (lambda: [np.ones((3, 2)), np.ones(3)], "got list; give data=(x, y)"),
-            (lambda: (FRAME[["count"]], FRAME["count"]), "torch tensor, got DataFrame: use numpy.asarray(x)"),
-            (lambda: (sparse.csr_matrix(np.eye(3)), np.arange(3)), "got csr_matrix: use x.toarray()"),
-        ],
-    )  # fmt: skip
+    @pytest.mark.parametrize(("data", "message"), [
+        (lambda: DataLoader(_Pairs([(torch.ones(2), 1)])), "give data=loader.dataset, and its batch size as samp"),
+        (_Stream, "got _Stream; a run draws records by their numbers, which an iterable one lacks"),
+        (lambda: _Pairs([]), "data = _Pairs: is empty"),
+        (lambda: _Pairs([(torch.ones(2), 0), (torch.ones(3), 1)]), "record 1 has shapes (3,) and (), record 0"),
+        (lambda: _Pairs([(object(), 1)]), "data: record 0 is (object, int), and must be (x, y), x a tensor"),
+        (lambda: _Pairs([torch.ones(2)]), "data: record 0 is (Tensor), and must be (x, y)"),
+        (lambda: _Pairs([(torch.ones(2), 1)] * 3, noise=0.1), "gives another record 0 each time, as a random"),
+        (lambda: "flowers.csv", "in the configuration: config={'data': {'name': 'csv:flowers.csv'}}"),
+        (lambda: Path(__file__).parent, f"config={{'data': {{'name': 'folder:{Path(__file__).parent}'}}}}"),
+        (lambda: [np.ones((3, 2)), np.ones(3)], "got list; give data=(x, y)"),
+        (lambda: (FRAME[["count"]], FRAME["count"]), "torch tensor, got DataFrame: use numpy.asarray(x)"),
+        (lambda: (sparse.csr_matrix(np.eye(3)), np.arange(3)), "got csr_matrix: use x.toarray()"),
+    ])  # fmt: skip
     def test_what_is_no_array_of_records_has_a_remedy(self, data: Any, message: str) -> None:
         with pytest.raises((TypeError, ValueError), match=re.escape(message)):
             _load(data(), label=None)
@@ -261,9 +253,7 @@ class TestRuns:
         assert np.array_equal(resumed.predict(FRAME), whole.predict(FRAME))
         assert resumed.summary == whole.summary
 
-    def test_a_run_that_counted_classes_without_a_record_resumes(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_run_of_classes_without_records(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Earlier versions took one more than the largest label, also if a number below it was left out."""
 
         class Stop(opusim.Callback):
@@ -324,9 +314,7 @@ class TestRuns:
                 RunPlan.stored(RunFolder(folder))
 
     @pytest.mark.parametrize("kind", ["npz", "folder"])
-    def test_arrays_and_images_are_read_from_files(
-        self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_arrays_and_image_files(self, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pixels = np.random.default_rng(1).integers(0, 256, size=(40, 5, 4, 3), dtype=np.uint8)
         x = pixels.transpose(0, 3, 1, 2).astype(np.float32) / 255
         for name in ("train", "test"):
@@ -484,16 +472,13 @@ class TestFiles:
         data = load_data(load_config({"data": {"name": f"csv:{tmp_path}/a.tsv", "label": "species"}}), None)
         assert data.columns == ("length", "count", "wild")
 
-    @pytest.mark.parametrize(
-        ("name", "separator", "encoding"),
-        [
-            ("a.csv", ";", "utf-8-sig"),
-            ("a.csv", "|", "utf-8"),
-            ("a.csv", "\t", "utf-16"),
-            ("a.csv.gz", ",", "utf-8"),
-            ("a.csv", ";", "gzip"),
-        ],
-    )
+    @pytest.mark.parametrize(("name", "separator", "encoding"), [
+        ("a.csv", ";", "utf-8-sig"),
+        ("a.csv", "|", "utf-8"),
+        ("a.csv", "\t", "utf-16"),
+        ("a.csv.gz", ",", "utf-8"),
+        ("a.csv", ";", "gzip"),
+    ])  # fmt: skip
     def test_separator_encoding_and_compression_are_found(
         self, tmp_path: Path, name: str, separator: str, encoding: str
     ) -> None:
@@ -520,26 +505,23 @@ class TestFiles:
                     DataConfig(label=("1",)), "index", frame.assign(**{"1": label}).drop(columns=1)
                 )
 
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("a,a,y\n1,2,0\n3,4,1\n", "has several columns of the name 'a'; rename or drop them"),
-            ("a,b,y\n1,2,0\n?,4,1\n", "column 'a' of {} lacks 1 of 2 values, the first in row 1"),
-            ("a,b,y\n1,2,0\n3,4,1\nx,6,1\n", "'a' of {} holds 'x' in row 2 counted from 0, and features are"),
-            ('a,b,y\n1,2,0\n"1,234.5",4,1\n', "holds '1,234.5' in row 1 counted from 0, and features are"),
-            ("a;b;y\n1,5;2;0\n2,25;4;1\n", "holds '1,5' in row 0 counted from 0, and features are numbers"),
-            ("a,b,y\n1,2,0\n3,4,1,9\n", "{} has 4 cells in line 3 and 3 in the lines before; give every row"),
-            ("a,b,y\n1,2,0,9\n3,4,1,9\n", "{} has more cells in each row than names in its header"),
-            ("a,b,y,z\n1,2,0\n3,4,1\n", "{} has 4 names in its header and nothing in the last column, 'z'"),
-            ("ä,b,y\n1,2,0\n", "{} is no text in UTF-8"),
-            ("a,b,y\n1,2,0\n3,-inf,1\n", "'b' of {} holds -inf in row 1 counted from 0, which float32"),
-            ("a,b,y\n1e39,2,0\n3,4,1\n", "'a' of {} holds 1e+39 in row 0 counted from 0, which float32"),
-            ("a\0,\0y\0\n\0", "{} is no text in UTF-8, because it holds zero bytes, as UTF-16 without its"),
-            ("BZh91AY&SY", "{} is compressed by bzip2; unpack it, or compress it by gzip"),
-            ("PK\x03\x04", "{} is a zip archive, as a spreadsheet is; save the table as CSV"),
-            ("\x1f\x8b broken", "{} is a damaged gzip file"),
-        ],
-    )
+    @pytest.mark.parametrize(("text", "message"), [
+        ("a,a,y\n1,2,0\n3,4,1\n", "has several columns of the name 'a'; rename or drop them"),
+        ("a,b,y\n1,2,0\n?,4,1\n", "column 'a' of {} lacks 1 of 2 values, the first in row 1"),
+        ("a,b,y\n1,2,0\n3,4,1\nx,6,1\n", "'a' of {} holds 'x' in row 2 counted from 0, and features are"),
+        ('a,b,y\n1,2,0\n"1,234.5",4,1\n', "holds '1,234.5' in row 1 counted from 0, and features are"),
+        ("a;b;y\n1,5;2;0\n2,25;4;1\n", "holds '1,5' in row 0 counted from 0, and features are numbers"),
+        ("a,b,y\n1,2,0\n3,4,1,9\n", "{} has 4 cells in line 3 and 3 in the lines before; give every row"),
+        ("a,b,y\n1,2,0,9\n3,4,1,9\n", "{} has more cells in each row than names in its header"),
+        ("a,b,y,z\n1,2,0\n3,4,1\n", "{} has 4 names in its header and nothing in the last column, 'z'"),
+        ("ä,b,y\n1,2,0\n", "{} is no text in UTF-8"),
+        ("a,b,y\n1,2,0\n3,-inf,1\n", "'b' of {} holds -inf in row 1 counted from 0, which float32"),
+        ("a,b,y\n1e39,2,0\n3,4,1\n", "'a' of {} holds 1e+39 in row 0 counted from 0, which float32"),
+        ("a\0,\0y\0\n\0", "{} is no text in UTF-8, because it holds zero bytes, as UTF-16 without its"),
+        ("BZh91AY&SY", "{} is compressed by bzip2; unpack it, or compress it by gzip"),
+        ("PK\x03\x04", "{} is a zip archive, as a spreadsheet is; save the table as CSV"),
+        ("\x1f\x8b broken", "{} is a damaged gzip file"),
+    ])  # fmt: skip
     def test_a_wrong_cell_or_row_is_named_by_place(self, tmp_path: Path, text: str, message: str) -> None:
         path = tmp_path / "a.csv"
         path.write_bytes(text.encode("latin-1"))
@@ -607,15 +589,12 @@ def test_other_names_are_not_those_of_identifiers() -> None:
     assert features_named_as_identifiers(names) is None
 
 
-@pytest.mark.parametrize(
-    ("data", "changes", "told"),
-    [
-        ({}, RECORD, True),
-        ({"mean": 0.0, "std": 1.0}, RECORD, False),
-        ({"mean": (0.5, 150.0), "std": (0.3, 90.0)}, RECORD, False),
-        ({}, {}, False),
-    ],
-)
+@pytest.mark.parametrize(("data", "changes", "told"), [
+    ({}, RECORD, True),
+    ({"mean": 0.0, "std": 1.0}, RECORD, False),
+    ({"mean": (0.5, 150.0), "std": (0.3, 90.0)}, RECORD, False),
+    ({}, {}, False),
+])  # fmt: skip
 @pytest.mark.parametrize("size", [1.0, 305.0])
 def test_a_protected_run_tells_that_features_are_used_as_they_are_whatever_they_are(
     tmp_path: Path,
@@ -642,15 +621,12 @@ def test_a_protected_run_tells_that_features_are_used_as_they_are_whatever_they_
         assert all("give public constants data.mean and data.std" in text for text in texts)
 
 
-@pytest.mark.parametrize(
-    ("size", "changes", "hinted"),
-    [
-        (305.0, {}, True),
-        (5.0, {}, False),
-        (305.0, {"data": {"standardise": "records"}}, False),
-        (305.0, RECORD, False),
-    ],
-)
+@pytest.mark.parametrize(("size", "changes", "hinted"), [
+    (305.0, {}, True),
+    (5.0, {}, False),
+    (305.0, {"data": {"standardise": "records"}}, False),
+    (305.0, RECORD, False),
+])  # fmt: skip
 def test_features_in_units_of_their_own_give_a_hint_unless_they_are_private(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, size: float, changes: dict[str, Any], hinted: bool
 ) -> None:

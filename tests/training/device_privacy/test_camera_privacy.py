@@ -56,9 +56,7 @@ def realised_delta(
     return max(found)
 
 
-def test_counts_leak_no_more_than_stated_and_more_than_sigma_would_say(
-    counts: LabelCounts, seed: int
-) -> None:
+def test_counts_leak_at_most_what_is_stated_and_more_than_sigma_says(counts: LabelCounts, seed: int) -> None:
     delta, error = realised_delta(counts, HOT, counts.epsilon(HOT), seed)
     assert delta <= DELTA + 5 * error
     with open_device("camera_low_light", n_inputs=3, n_outputs=64) as device:
@@ -297,13 +295,10 @@ DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600
 
 
 @pytest.mark.parametrize("kept", ["counts", "argmax"])
-@pytest.mark.parametrize(
-    ("camera", "message"),
-    [
-        ({"light": {"power": DRIFTING}}, "drift_rms: drifts from training step to training step"),
-        ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
-    ],
-)
+@pytest.mark.parametrize(("camera", "message"), [
+    ({"light": {"power": DRIFTING}}, "drift_rms: drifts from training step to training step"),
+    ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
+])  # fmt: skip
 def test_what_training_does_not_keep_is_unaccounted(kept: str, camera: dict[str, Any], message: str) -> None:
     description = load_description("camera_low_light", {"camera": camera})
     with pytest.raises(ConfigError, match=message):

@@ -41,13 +41,10 @@ def test_the_certified_noise_and_its_beta_take_the_described_ones_place() -> Non
     assert f"digital noise of standard deviation {makes_up:.6g} makes up the rest" in target.remark
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("gaussian", r"set device.noise.sigma = (?P<value>[\d.]+), then calibrate again"),
-        ("gaussian_temperature", "little; leave protection.top_up out, so that digital noise makes up the"),
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), [
+    ("gaussian", r"set device.noise.sigma = (?P<value>[\d.]+), then calibrate again"),
+    ("gaussian_temperature", "little; leave protection.top_up out, so that digital noise makes up the"),
+])  # fmt: skip
 def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name: str, way: str) -> None:
     path = tmp_path / "certificate.toml"
     certificate(name, 0.09).write(path)

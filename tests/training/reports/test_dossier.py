@@ -195,9 +195,7 @@ def test_the_page_lists_its_contents_and_says_nothing_twice(run: Run, audit: Pat
 
 
 @pytest.mark.usefixtures("without_pdf")
-def test_an_audit_of_a_rehearsal_is_named_and_leaves_the_dossier_for_publication(
-    run: Run, audit: Path, tmp_path: Path
-) -> None:
+def test_an_audit_of_a_rehearsal_leaves_the_public_dossier(run: Run, audit: Path, tmp_path: Path) -> None:
     folder = released(tmp_path / "released")
     written(folder)
     kept = (folder / "dossier.json").read_bytes()

@@ -191,9 +191,7 @@ def fail(*_: Any, **__: Any) -> None:
     raise OSError("killed")
 
 
-def killed(
-    monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], config: dict[str, Any], folder: Path
-) -> None:
+def killed(monkeypatch: pytest.MonkeyPatch, place: tuple[Any, str], config: dict, folder: Path) -> None:
     """Train until a function is called, at which the run ends."""
     with monkeypatch.context() as patched:
         patched.setattr(*place, fail)
@@ -202,9 +200,7 @@ def killed(
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_run_killed_after_its_release_takes_it_and_pays_nothing(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_takes_its_release(tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     killed(monkeypatch, (RidgeTrainer, "step"), {**PROTECTED, "mode": mode}, tmp_path)
     kept = read_array(tmp_path / "labels.safetensors")
     run = training.train(folder=tmp_path, resume=True, data=data())
@@ -213,9 +209,7 @@ def test_a_run_killed_after_its_release_takes_it_and_pays_nothing(
     assert len(read_ledger(tmp_path / "ledger.jsonl").payments) == 1
 
 
-def test_a_run_killed_between_payment_and_release_draws_no_second_noise_for_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_before_its_release_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same noise again in experiment mode; in release mode it would be other noise, which the budget refuses."""
     for mode in ("experiment", "release"):
         killed(monkeypatch, (noisy_labels, "write_array"), {**PROTECTED, "mode": mode}, tmp_path / mode)
@@ -235,20 +229,17 @@ def test_a_model_that_is_not_paid_for_is_refused(tmp_path: Path, monkeypatch: py
         training.train(folder=tmp_path, resume=True, data=data())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"epochs": 2}, "epochs: 2 is not for trainer.kind = 'ridge'"),
-        ({"sampler": {"scheme": "poisson"}}, "sampler.scheme: 'poisson' is not for trainer.kind = 'ridge'"),
-        ({"sampler": {"batch_size": 100}}, "sampler.batch_size: 100 does nothing here"),
-        ({"optimizer": {"lr": 0.1}}, "optimizer.lr: 0.1 does nothing here"),
-        ({"model": {"hidden": [5]}}, "model.hidden: .* does nothing here"),
-        ({"protection": {"kind": "record", "epsilon": 1.0}}, "'record' is not for trainer.kind = 'ridge'"),
-        ({"trainer": {"kind": "bp"}}, "'label-release' is not for trainer.kind = 'bp'"),
-        ({"protection": {"rounds": 0, "level": 2.0}}, "protection.level: 2.0 does nothing here"),
-        ({"protection": {"noise": "device"}, "device": None}, None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"epochs": 2}, "epochs: 2 is not for trainer.kind = 'ridge'"),
+    ({"sampler": {"scheme": "poisson"}}, "sampler.scheme: 'poisson' is not for trainer.kind = 'ridge'"),
+    ({"sampler": {"batch_size": 100}}, "sampler.batch_size: 100 does nothing here"),
+    ({"optimizer": {"lr": 0.1}}, "optimizer.lr: 0.1 does nothing here"),
+    ({"model": {"hidden": [5]}}, "model.hidden: .* does nothing here"),
+    ({"protection": {"kind": "record", "epsilon": 1.0}}, "'record' is not for trainer.kind = 'ridge'"),
+    ({"trainer": {"kind": "bp"}}, "'label-release' is not for trainer.kind = 'bp'"),
+    ({"protection": {"rounds": 0, "level": 2.0}}, "protection.level: 2.0 does nothing here"),
+    ({"protection": {"noise": "device"}, "device": None}, None),
+])  # fmt: skip
 def test_what_would_do_nothing_is_refused(changes: dict[str, Any], message: str | None) -> None:
     base = {"trainer": {"kind": "ridge"}, "protection": {"kind": "label-release", "epsilon": 1.0}}
     config = {**base, **{key: value for key, value in changes.items() if value is not None}}

@@ -70,30 +70,27 @@ AXIS = "device.noise.sigma = [0.0, 1.0, 3.0]"
 OTHERS = '[[published]]\nname = "p"\n{}\n[axes]'
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "place", "words"),
-    [
-        ("seed = [0, 1]", "seed = []", PHOTONIC, "axes.seed: is empty"),
-        ("seed = [0, 1]", "seed = 3", PHOTONIC, "axes.seed: 3 is not a list"),
-        ("seed = [0, 1]", "seed = [1, 1]", PHOTONIC, "axes.seed: holds 1 twice"),
-        ("epochs = 2", "epoch = 2", PHOTONIC, "epoch: .*did you mean 'epochs'"),
-        ("epochs = 2", "epochs = 0", PHOTONIC, "epochs: .*at least 1"),
-        ("epochs = 2", "seed = 5", PHOTONIC, "axes.seed: is set to 5 in config and is an axis"),
-        ('kind = "bp"', 'kind = "backprop"', REFERENCE, "trainer.kind: 'backprop' is no trainer"),
-        ("device.noise.sigma", "device.noise.sigmas", PHOTONIC, "device.noise.sigmas: "),
-        (AXIS, "device.noise.sigma = [-1.0]", PHOTONIC, "device.noise.sigma: "),
-        (AXIS, "seed = [4, 5]", PHOTONIC, "axes.seed: clashes"),
-        (AXIS, 'device.name = ["nowhere"]', PHOTONIC, "device.*nowhere"),
-        (AXIS, "device.noise.sigma = [1.0]\ndevice.noise = [{sigma = 2.0 }]", "", "syntax: is not valid"),
-        ('data.name = "digits"', 'data.name = "digit"', PHOTONIC, "data.name: 'digit' is not known"),
-        ('name = "reference"', 'name = "photonic"', "", "two series are called 'photonic'"),
-        ("reference = true", "level = true", "", "series.1.level: is not a key of a sweep"),
-        ("[axes]", OTHERS.format("epsilon = [1.0]\naccuracy = []"), "", "published.0"),
-        ("[axes]", OTHERS.format("epsilon = [0.0]\naccuracy = [1.0]"), "", "published.0.epsilon.0"),
-        ("[axes]", OTHERS.format("epsilon = []\naccuracy = []\nyear = 1"), "", "published.0.year"),
-        ('title = "t"', 'title = "t"\nnoise = "sigma"', "", "noise: 'sigma' is not an axis of this sweep"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "place", "words"), [
+    ("seed = [0, 1]", "seed = []", PHOTONIC, "axes.seed: is empty"),
+    ("seed = [0, 1]", "seed = 3", PHOTONIC, "axes.seed: 3 is not a list"),
+    ("seed = [0, 1]", "seed = [1, 1]", PHOTONIC, "axes.seed: holds 1 twice"),
+    ("epochs = 2", "epoch = 2", PHOTONIC, "epoch: .*did you mean 'epochs'"),
+    ("epochs = 2", "epochs = 0", PHOTONIC, "epochs: .*at least 1"),
+    ("epochs = 2", "seed = 5", PHOTONIC, "axes.seed: is set to 5 in config and is an axis"),
+    ('kind = "bp"', 'kind = "backprop"', REFERENCE, "trainer.kind: 'backprop' is no trainer"),
+    ("device.noise.sigma", "device.noise.sigmas", PHOTONIC, "device.noise.sigmas: "),
+    (AXIS, "device.noise.sigma = [-1.0]", PHOTONIC, "device.noise.sigma: "),
+    (AXIS, "seed = [4, 5]", PHOTONIC, "axes.seed: clashes"),
+    (AXIS, 'device.name = ["nowhere"]', PHOTONIC, "device.*nowhere"),
+    (AXIS, "device.noise.sigma = [1.0]\ndevice.noise = [{sigma = 2.0 }]", "", "syntax: is not valid"),
+    ('data.name = "digits"', 'data.name = "digit"', PHOTONIC, "data.name: 'digit' is not known"),
+    ('name = "reference"', 'name = "photonic"', "", "two series are called 'photonic'"),
+    ("reference = true", "level = true", "", "series.1.level: is not a key of a sweep"),
+    ("[axes]", OTHERS.format("epsilon = [1.0]\naccuracy = []"), "", "published.0"),
+    ("[axes]", OTHERS.format("epsilon = [0.0]\naccuracy = [1.0]"), "", "published.0.epsilon.0"),
+    ("[axes]", OTHERS.format("epsilon = []\naccuracy = []\nyear = 1"), "", "published.0.year"),
+    ('title = "t"', 'title = "t"\nnoise = "sigma"', "", "noise: 'sigma' is not an axis of this sweep"),
+])  # fmt: skip
 def test_a_bad_spec_names_series_and_key(tmp_path: Path, old: str, new: str, place: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         points(tmp_path, SPEC.replace(old, new, 1))

@@ -183,9 +183,7 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path)
     assert retried.status == "failed"
 
 
-def test_processes_that_die_at_the_start_stop_the_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_die_early_stop_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing says which run they died over, so no run can be given up: trying again would never end."""
     tries = []
 
@@ -225,9 +223,7 @@ def _kill_the_parent(parent: subprocess.Popen[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [_kill_a_worker, _kill_the_parent])
-def test_a_killed_sweep_goes_on_without_repeating_or_mixing_runs(
-    tmp_path: Path, kill: Callable[[subprocess.Popen[str]], None]
-) -> None:
+def test_a_killed_sweep_repeats_and_mixes_no_runs(tmp_path: Path, kill: Callable) -> None:
     text = SPEC.split("[[series]]")[0]
     file, out = written(tmp_path, text=text, seeds=str(list(range(8))), epochs=60), tmp_path / "sweep"
     folder = SweepFolder(out)

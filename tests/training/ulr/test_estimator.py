@@ -5,24 +5,15 @@ import torch
 from torch import Tensor, nn
 
 from opusim.randomness.streams import noise_stream
-from opusim.training.networks.functions import LOSS_VALUES, LOSSES, cross_entropy
+from opusim.training.networks.functions import LOSS_VALUES, LOSSES
 from opusim.training.networks.network import LinearJacobian
 from opusim.training.ulr.config import Reduction
 from opusim.training.ulr.estimator import Estimator, ModuleSequence
-from tests.support.ulr_models import MODELS, new_network, records
+from tests.support.ulr_models import MODELS, losses_of, new_network, records, whole_jacobian
 
 SIGMA = 0.4
 DRAWS = 20_000
 REDUCTIONS: tuple[Reduction, ...] = ("antithetic", "clean-loss", "leave-one-out", "none")
-
-
-def losses_of(y: Tensor) -> object:
-    def losses(output: Tensor, rows: slice) -> Tensor:
-        labels = y[rows]
-        copies = len(output) // max(len(labels), 1)
-        return cross_entropy(output, labels.repeat(copies)).per_record.view(copies, len(labels))
-
-    return losses
 
 
 def estimate(
@@ -52,16 +43,6 @@ def smoothed_gradient(network: ModuleSequence, layer: int, x: Tensor, y: Tensor,
     cross_entropy_sum = nn.functional.cross_entropy(h, y[:1].expand(DRAWS), reduction="sum")
     (at_value,) = torch.autograd.grad(cross_entropy_sum, noisy)
     return at_value.flatten(1) @ whole_jacobian(network, layer, outputs.inputs[layer])
-
-
-def whole_jacobian(network: ModuleSequence, layer: int, h: Tensor) -> Tensor:
-    """The Jacobian at one record by autograd, shape (outputs, parameters)."""
-    jacobian = network.jacobians[layer]
-    value = jacobian.module(h)
-    rows = []
-    for unit in torch.eye(value.numel()).view(-1, *value.shape):
-        rows.append(torch.autograd.grad(value, jacobian.parameters, unit, retain_graph=True))
-    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
 
 def deviation(network: ModuleSequence, layer: int, reduction: Reduction, seed: int) -> float:
@@ -130,9 +111,8 @@ def test_a_module_has_copies_of_its_own(seed: int) -> None:
     x, y = records(9, network.n_inputs)
     one, three = (estimate(network, x, y, seed=seed, copies=k, reduction="antithetic")[0] for k in (1, 3))
     all_three = estimate(network, x, y, seed=seed, copies=(3,) * network.depth, reduction="antithetic")[0]
-    mixed = estimate(
-        network, x, y, seed=seed, copies=(3, *(1,) * (network.depth - 1)), reduction="antithetic"
-    )[0]
+    own = (3, *(1,) * (network.depth - 1))
+    mixed = estimate(network, x, y, seed=seed, copies=own, reduction="antithetic")[0]
     assert all(torch.equal(a, b) for a, b in zip(three, all_three, strict=True))
     assert torch.equal(mixed[0], three[0])
     assert not torch.equal(one[0], three[0])

@@ -17,7 +17,7 @@ from opusim.training.networks.functions import LOSS_VALUES
 from opusim.training.ulr.config import UlrConfig
 from opusim.training.ulr.estimator import ModuleSequence, parameter_estimates
 from opusim.training.ulr.trainer import PublishedUpdate, completing_noise
-from tests.support.ulr_models import new_network, records
+from tests.support.ulr_models import losses_of, new_network, records
 
 OPTIONS = UlrConfig(
     form="published", copies=3, sigma=0.7, target_std=2.0, clip_norm=0.5, remedy="extra-noise"
@@ -25,21 +25,14 @@ OPTIONS = UlrConfig(
 DIVISOR = 11.0
 
 
-def losses_of(y: Tensor) -> Any:
-    def losses(output: Tensor, rows: slice) -> Tensor:
-        labels = y[rows]
-        copies = len(output) // len(labels)
-        return LOSS_VALUES["cross-entropy"](output, labels.repeat(copies)).view(copies, len(labels))
-
-    return losses
+def update_of(network: ModuleSequence, seed: int = 3, **changes: Any) -> PublishedUpdate:
+    noise, extra = (noise_stream("experiment", seed, name) for name in ("output-noise", "extra-noise"))
+    return PublishedUpdate(network, OPTIONS.model_copy(update=changes), DIVISOR, noise=noise, extra=extra)
 
 
 def step(network: ModuleSequence, seed: int = 3, **changes: Any) -> list[Tensor]:
     """Gradients of one published step."""
-    update = PublishedUpdate(
-        network, OPTIONS.model_copy(update=changes), DIVISOR, noise=noise_stream("experiment", seed, "output-noise"),
-        extra=noise_stream("experiment", seed, "extra-noise"),
-    )  # fmt: skip
+    update = update_of(network, seed, **changes)
     x, y = records(9, network.n_inputs)
     outputs, losses = network.forward(x), losses_of(y)
     used = update.set_gradients(outputs, losses, losses(outputs.output, slice(None))[0])
@@ -102,10 +95,7 @@ def test_the_controller_follows_equation_8() -> None:
     x, y = records(40, network.n_inputs)
     outputs, losses = network.forward(x), losses_of(y)
     clean = losses(outputs.output, slice(None))[0]
-    update = PublishedUpdate(
-        network, OPTIONS.model_copy(update={"sigma": 1e9, "remedy": "none"}), DIVISOR,
-        noise=noise_stream("experiment", 1, "a"), extra=noise_stream("experiment", 1, "b"),
-    )  # fmt: skip
+    update = update_of(network, sigma=1e9, remedy="none")
     inputs = torch.cat([x, torch.ones(40, 1)], dim=1).double()
     covariance = torch.einsum("b,bi,bj->ij", clean.double() ** 2, inputs, inputs)
     expected = (float(torch.linalg.eigvalsh(covariance)[0]) / (3 * 0.25 * 4)) ** 0.5
@@ -125,10 +115,7 @@ def test_a_batch_without_full_rank_is_named() -> None:
     x, y = records(1, 12)
     x[0, 3:] = x[0, :3].repeat(3)
     outputs, losses = network.forward(x), losses_of(y)
-    update = PublishedUpdate(
-        network, OPTIONS.model_copy(update={"remedy": "none"}), DIVISOR,
-        noise=noise_stream("experiment", 1, "a"), extra=noise_stream("experiment", 1, "b"),
-    )  # fmt: skip
+    update = update_of(network, remedy="none")
     with pytest.raises(NoGuarantee, match="layer 1: Assumption 1 .* rank 1 of 4 .*trainer.remedy"):
         update.set_gradients(outputs, losses, losses(outputs.output, slice(None))[0])
 
@@ -160,9 +147,8 @@ def test_noise_on_the_parameters_estimates_the_smoothed_gradient(name: str, seed
             value = network.after(later, value)
         return LOSS_VALUES["cross-entropy"](value, y)[0]
 
-    moves = {
-        k: p.detach() + sigma * torch.randn(4000, *p.shape, generator=generator) for k, p in named.items()
-    }
+    drawn = {k: sigma * torch.randn(4000, *p.shape, generator=generator) for k, p in named.items()}
+    moves = {k: p.detach() + drawn[k] for k, p in named.items()}
     gradients = torch.func.vmap(torch.func.grad(loss))(moves)
     reference = torch.cat([g.flatten(1) for g in gradients.values()], dim=1).detach()
     error = (estimates.var(dim=0) / n + reference.var(dim=0) / 4000).sqrt() + 1e-6
@@ -187,7 +173,6 @@ def test_a_published_run_learns_and_claims(tmp_path: Path) -> None:
     assert run.evaluate(*data)["accuracy"] > 0.9
     none, claimed = run.guarantees
     assert (none.status, claimed.status) == ("none", "claimed")
+    protected = {**config, "protection": {"kind": "record", "epsilon": 3.0}}
     with pytest.raises(ConfigError, match="published', which brings its own noise"):
-        training.train(
-            {**config, "protection": {"kind": "record", "epsilon": 3.0}}, data=data, folder=tmp_path / "b"
-        )
+        training.train(protected, data=data, folder=tmp_path / "b")

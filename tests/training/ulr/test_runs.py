@@ -15,14 +15,13 @@ from opusim.randomness.streams import SeededStream, noise_stream
 from opusim.training.config import load_config
 from opusim.training.config.sections import OptimizerConfig
 from opusim.training.errors import RunFolderError, TrainingDiverged
-from opusim.training.networks.functions import cross_entropy
 from opusim.training.networks.optimizers import make_optimizer
 from opusim.training.protections.base import DeviceNormals
 from opusim.training.protections.clipping import Clipping
 from opusim.training.protections.record import RecordGradients
 from opusim.training.ulr.estimator import Estimator, ModuleSequence
 from opusim.training.ulr.trainer import PlainUpdate, UlrTrainer
-from tests.support.ulr_models import new_network, records
+from tests.support.ulr_models import losses_of, new_network, records
 
 CLIP, DIVISOR = 0.31, 19.0
 CONFIG: dict[str, Any] = {
@@ -78,13 +77,7 @@ def test_clipped_sums_equal_loops_over_records(name: str, by_layer: bool) -> Non
     network = new_network(name)
     update = new_trainer(network).update
     outputs = network.forward(x)
-
-    def losses(output: Tensor, rows: slice) -> Tensor:
-        labels = y[rows]
-        return cross_entropy(output, labels.repeat(len(output) // len(labels))).per_record.view(
-            -1, len(labels)
-        )
-
+    losses = losses_of(y)
     signals = update._estimator.signals(
         network, outputs, losses, losses(outputs.output, slice(None))[0], noise_stream("experiment", 5, "output-noise"),
         [0.2] * network.depth,
@@ -220,14 +213,11 @@ def test_a_module_takes_images_in_their_shape(tmp_path: Path, kind: str, protect
 
 
 @pytest.mark.parametrize("kind", ["ulr", "zo"])
-@pytest.mark.parametrize(
-    ("n_inputs", "n_outputs", "message"),
-    [
-        (8, 4, r"gives \(2, 4\) for two records of shape \(8,\).*outputs of shape \(2, 3\)"),
-        (7, 3, r"cannot take records of shape \(8,\).*change the module"),
-    ],
-)
-def test_a_model_that_does_not_fit_the_data_is_refused(
+@pytest.mark.parametrize(("n_inputs", "n_outputs", "message"), [
+    (8, 4, r"gives \(2, 4\) for two records of shape \(8,\).*outputs of shape \(2, 3\)"),
+    (7, 3, r"cannot take records of shape \(8,\).*change the module"),
+])  # fmt: skip
+def test_a_model_that_does_not_fit_is_refused(
     tmp_path: Path, kind: str, n_inputs: int, n_outputs: int, message: str
 ) -> None:
     model = nn.Sequential(nn.Linear(n_inputs, 32), Sign(), nn.Linear(32, n_outputs))
@@ -268,25 +258,15 @@ def test_equal_numbers_of_a_device_and_a_generator_give_equal_steps(monkeypatch:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"trainer": {"kind": "ulr", "reduction": "leave-one-out"}}, "needs other copies, but copies = 1"),
-        ({"trainer": {"kind": "ulr", "form": "published", "reduction": "antithetic"}}, "changes the noise"),
-        ({"trainer": {"kind": "ulr", "form": "published", "clip": "module"}}, "belongs to form = 'proven'"),
-        ({"trainer": {"kind": "ulr", "threshold": 0.1}}, "it needs trainer.kind = 'pdfa' or 'tdfa'"),
-        ({"trainer": {"kind": "ulr", "sigma": 0.0}}, "trainer.sigma"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"trainer": {"kind": "ulr", "reduction": "leave-one-out"}}, "needs other copies, but copies = 1"),
+    ({"trainer": {"kind": "ulr", "form": "published", "reduction": "antithetic"}}, "changes the noise"),
+    ({"trainer": {"kind": "ulr", "form": "published", "clip": "module"}}, "belongs to form = 'proven'"),
+    ({"trainer": {"kind": "ulr", "threshold": 0.1}}, "it needs trainer.kind = 'pdfa' or 'tdfa'"),
+    ({"trainer": {"kind": "ulr", "sigma": 0.0}}, "trainer.sigma"),
+    ({"trainer": {"kind": "ulr"}, "protection": {"kind": "label-amplified", "epsilon": 1.0}}, "'label-amplified'"),
+    ({"trainer": {"kind": "ulr"}, "model": {"initial_output": "feedback"}}, "'feedback' does nothing here"),
+])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, changes=changes)
-
-
-def test_protections_and_starts_of_other_trainers_are_refused(tmp_path: Path) -> None:
-    for changes, message in (
-        ({"protection": {"kind": "label-amplified", "epsilon": 1.0}}, "'label-amplified'"),
-        ({"model": {"hidden": [8], "initial_output": "feedback"}}, "'feedback' does nothing here"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            training.train({**CONFIG, **changes}, data=blobs(), folder=tmp_path / "run")

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from opusim.training.zeroth_order.perturbation import StepEntry
 from opusim.training.zeroth_order.step_log import LOG_FILE, LogContent, LogHeader, StepLog, replay
 from tests.support.forked import in_forked_process
 from tests.support.run_folders import equal, newest
+from tests.support.zeroth_order import data
 
 FAULTS = (Fault.UNPLUGGED, Fault.BUSY, Fault.WRONG_SHAPE, Fault.NOT_A_NUMBER)
 
@@ -42,12 +42,6 @@ def _registered() -> Iterator[None]:
     FaultyDevice.repaired = False
     yield
     FaultyDevice.repaired = False
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(0)
-    y = np.arange(100) % 3
-    return generator.normal(size=(100, 6)) + 2 * np.eye(6)[y], y
 
 
 class Typed(nn.Module):
@@ -191,9 +185,6 @@ def test_a_step_that_breaks_off_amid_parameters(tmp_path: Path, error: BaseExcep
     assert equal(newest(broken), newest(tmp_path / "whole"))
 
 
-# Step log
-
-
 HEADER = LogHeader(
     root=1, perturbation=1e-3, directions=1, weight_decay=0.0, settle_every=64, tensors=[], base="base"
 )
@@ -209,10 +200,14 @@ def append_and_mark(log: StepLog, number: int) -> None:
     log.mark(TENSORS)
 
 
+def require_it_goes_on(log: StepLog, path: Path) -> None:
+    append_and_mark(log, 1)
+    log.close()
+    assert LogContent.read(path).entries == [entry(0), entry(1)]
+
+
 @pytest.mark.parametrize("call", ["write", "fsync"])
-def test_a_log_takes_no_step_after_a_failed_one(
-    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_step_ends_its_log(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "steps.zo"
     log = StepLog(path, HEADER, steps=0)
     for number in range(3):
@@ -230,15 +225,13 @@ def test_a_log_takes_no_step_after_a_failed_one(
         patch.setattr(os, call, fail)
         with pytest.raises(OSError, match=r"steps\.zo"):
             append_and_mark(log, 3)
-    with pytest.raises(OSError, match="takes nothing more in this process"):
-        log.append(entry(3))
-    with pytest.raises(OSError, match="takes nothing more in this process"):
-        log.mark(TENSORS)
+    for act in (lambda: log.append(entry(3)), lambda: log.mark(TENSORS)):
+        with pytest.raises(OSError, match="takes nothing more in this process"):
+            act()
     log.close()
     assert LogContent.read(path).entries == [entry(number) for number in range(3)]
     again = StepLog(path, HEADER, steps=3)
-    again.append(entry(3))
-    again.mark(TENSORS)
+    append_and_mark(again, 3)
     again.close()
     assert LogContent.read(path).entries == [entry(number) for number in range(4)]
 
@@ -257,10 +250,7 @@ def test_ctrl_c_in_a_step_leaves_a_log_that_goes_on(tmp_path: Path, monkeypatch:
         patch.setattr(os, "write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             log.append(entry(1))
-    log.append(entry(1))
-    log.mark(TENSORS)
-    log.close()
-    assert LogContent.read(path).entries == [entry(0), entry(1)]
+    require_it_goes_on(log, path)
 
 
 def test_a_forked_process_writes_no_step(tmp_path: Path) -> None:
@@ -268,13 +258,7 @@ def test_a_forked_process_writes_no_step(tmp_path: Path) -> None:
     log = StepLog(path, HEADER, steps=0)
     log.append(entry(0))
     assert "RuntimeError" in in_forked_process(lambda: log.append(entry(1)))
-    log.append(entry(1))
-    log.mark(TENSORS)
-    log.close()
-    assert LogContent.read(path).entries == [entry(0), entry(1)]
-
-
-# Distributed
+    require_it_goes_on(log, path)
 
 
 ROOT = Path(__file__).parents[3]

@@ -112,9 +112,6 @@ def stacked(sides: TwoSides, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.stack(pair) for pair in sides.pairs(SEEDS, model, (x,))])
 
 
-# The law
-
-
 def test_entries_are_uncorrelated_of_variance_one_and_kurtosis_3_plus_6_over_r() -> None:
     """Within five standard errors of means over matrices; the kurtosis of full directions, 3, is the planted fault."""
     directions = [Direction(seed) for seed in range(1000)]
@@ -140,21 +137,13 @@ def test_the_mean_of_many_moves_is_the_gradient(seed: int) -> None:
     require_mean_move(trainer, network, x, y, steps=100)
 
 
-# Both sides of many directions in one pass
-
-
 @pytest.mark.parametrize("rank", [1, 3])
-@pytest.mark.parametrize(
-    ("make", "tokens", "shared"),
-    [
-        (perceptron, False, False),
-        (lambda: Tokens(frozen=False), True, False),
-        (lambda: Tokens(frozen=True), True, True),
-    ],
-)
-def test_at_once_gives_what_one_after_another_gives(
-    make: Callable[[], nn.Module], tokens: bool, shared: bool, rank: int
-) -> None:
+@pytest.mark.parametrize(("make", "tokens", "shared"), [
+    (perceptron, False, False),
+    (lambda: Tokens(frozen=False), True, False),
+    (lambda: Tokens(frozen=True), True, True),
+])  # fmt: skip
+def test_at_once_is_one_after_another(make: Callable, tokens: bool, shared: bool, rank: int) -> None:
     """To float error, in passes that do not hold all directions; other directions, the planted fault, are far off."""
     torch.manual_seed(0)
     model = make()
@@ -235,9 +224,6 @@ def test_a_function_that_only_some_records_reach_ends_the_step_and_moves_nothing
     assert torch.equal(model.weight, before)
 
 
-# Moves
-
-
 def test_moves_are_exact_in_any_order_of_the_directions() -> None:
     """To the bit; sums in float32, the planted fault, depend on the order."""
     generator = np.random.default_rng(0)
@@ -305,9 +291,7 @@ def test_a_log_of_full_directions_is_written_as_before() -> None:
     assert b"rank" not in header.to_bytes()
 
 
-def test_a_run_resumes_at_once_or_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type
-) -> None:
+def test_a_run_resumes_as_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ctrl_c_at: type) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
         return perceptron()
@@ -328,9 +312,6 @@ def test_a_run_resumes_at_once_or_not(
             training.train(data=records(), model=model(), folder=tmp_path / "run", resume=True)
     training.train(data=records(), model=model(), folder=tmp_path / "run", resume=True)
     assert replay(tmp_path / "run").digest == replay(tmp_path / "whole").digest
-
-
-# What the guarantee assumes
 
 
 def test_directions_follow_from_the_root_and_the_step_whatever_the_records_are(tmp_path: Path) -> None:
@@ -368,9 +349,6 @@ def test_one_record_moves_a_steps_sums_by_at_most_the_joint_clip_at_once() -> No
         moves = [float((sums[joint, bad] - sums[joint, None]).norm()) for bad in (1e30, -3.0)]
         assert (max(moves) <= 0.05 * (1 + 1e-6)) is holds
     assert float((sums[True, math.nan] - sums[True, None]).norm()) <= 0.05
-
-
-# The optimizer
 
 
 def losses_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

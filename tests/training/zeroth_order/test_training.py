@@ -40,7 +40,7 @@ from opusim.training.zeroth_order.trainer import (
     loss_differences,
 )
 from tests.support.record_models import Custom
-from tests.support.zeroth_order import require_mean_move
+from tests.support.zeroth_order import data, require_mean_move
 
 BASE = {
     "epochs": 2, "threads": 1, "seed": 3, "loss": "cross-entropy", "model": {"hidden": [8]},
@@ -49,12 +49,7 @@ BASE = {
 }  # fmt: skip
 PROTECTED = {**BASE, "protection": {"kind": "record", "noise_multiplier": 2.0}}
 RELEASED = {**{key: value for key, value in PROTECTED.items() if key != "seed"}, "mode": "release"}
-
-
-def data(n: int = 100) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(0)
-    y = np.arange(n) % 3
-    return generator.normal(size=(n, 6)) + 2 * np.eye(6)[y], y
+JOINT = {"kind": "zo", "directions": 4, "clip": "joint"}
 
 
 def run(tmp_path: Path, config: dict, name: str = "run", **options: object) -> training.Run:
@@ -66,12 +61,13 @@ def final(folder: Path) -> dict[str, torch.Tensor]:
     return {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
 
 
-def make_trainer(loss: str = "squared-error", **options: object) -> tuple[ZoTrainer, FullyConnected]:
+def make_trainer(release: ScalarRelease | None = None, **options: object) -> tuple[ZoTrainer, FullyConnected]:
+    """A trainer of a linear layer: by a squared error and unclipped differences if nothing is released."""
     torch.manual_seed(0)
     network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
+    loss = "cross-entropy" if release else "squared-error"
     config = load_config({"loss": loss, "trainer": {"kind": "zo", **options}, "optimizer": {"lr": 0.1}})
-    release = ScalarRelease(clip=None, divisor=1.0)
-    return zo_trainer(network, config, release, root=7), network
+    return zo_trainer(network, config, release or ScalarRelease(clip=None, divisor=1.0), root=7), network
 
 
 def test_update_is_the_gradient_seen_along_directions(seed: int) -> None:
@@ -111,12 +107,8 @@ def test_more_directions_less_variance() -> None:
 
 
 def test_an_empty_batch_takes_its_noisy_step() -> None:
-    torch.manual_seed(0)
-    network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
-    config = load_config(PROTECTED)
     noise = SeededStream(1, "scalar-noise")
-    release = ScalarRelease(clip=0.05, divisor=10.0, scale=0.1, noise=noise)
-    trainer = zo_trainer(network, config, release, root=7)
+    trainer, network = make_trainer(ScalarRelease(clip=0.05, divisor=10.0, scale=0.1, noise=noise))
     before = network.tensors["layer1.weight"].clone()
     record = trainer.step(torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), step=0, observe=True)
     assert record.n_records == 0
@@ -142,12 +134,8 @@ def test_the_statement_of_a_protected_run(tmp_path: Path) -> None:
 
 
 def test_pure_privacy_by_laplace_noise(tmp_path: Path) -> None:
-    config = {
-        **BASE,
-        "trainer": {"kind": "zo", "law": "laplace"},
-        "protection": {"kind": "record", "epsilon": 4.0, "delta": 0.0},
-    }
-    trained = run(tmp_path, config)
+    protection = {"kind": "record", "epsilon": 4.0, "delta": 0.0}
+    trained = run(tmp_path, {**BASE, "trainer": {"kind": "zo", "law": "laplace"}, "protection": protection})
     (found,) = trained.guarantees
     scale, q = trained.config.protection.noise_multiplier, 10 / 90
     assert found.delta == 0
@@ -164,51 +152,30 @@ def test_directions_of_a_step_are_on_the_ledger(tmp_path: Path) -> None:
 
 def test_directions_that_are_clipped_jointly_cost_as_much_as_one(tmp_path: Path) -> None:
     one = run(tmp_path, PROTECTED, "one").guarantees[0]
-    options = {"kind": "zo", "directions": 4, "clip": "joint"}
-    joint = run(tmp_path, {**PROTECTED, "trainer": options}, "joint")
+    joint = run(tmp_path, {**PROTECTED, "trainer": JOINT}, "joint")
     assert joint.guarantees[0].epsilon == one.epsilon
     assert "jointly clipped to 0.05" in joint.guarantees[0].mechanism
     assert replay(tmp_path / "joint").steps == joint.step
-    with pytest.raises(ConfigError, match="bounds a Euclidean norm"):
-        run(tmp_path, {**PROTECTED, "trainer": {**options, "law": "laplace"}}, "refused")
-    with pytest.raises(ConfigError, match="trainer.directions above 1"):
-        run(tmp_path, {**PROTECTED, "trainer": {**options, "directions": 1}}, "without-effect")
 
 
 def test_a_step_releases_jointly_clipped_sums() -> None:
     """The sums of a step's scalars, without noise, are those of every record's scaled differences."""
-    x, y = (
-        3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0)),
-        torch.zeros(5, dtype=torch.int64),
-    )
-    torch.manual_seed(0)
-    network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
-    config = load_config(
-        {"trainer": {"kind": "zo", "directions": 3, "perturbation": 0.01}, "optimizer": {"lr": 0.1}}
-    )
-    moves = {}
+    x = 3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    release, moves = ScalarRelease(clip=0.02, divisor=1.0, joint=True), []
     for records in (x, *x[:, None]):
+        trainer, network = make_trainer(release, directions=3, perturbation=0.01)
         start = {name: tensor.clone() for name, tensor in network.tensors.items()}
-        release = ScalarRelease(clip=0.02, divisor=1.0, joint=True)
-        trainer = zo_trainer(network, config, release, root=7)
-        trainer.step(records, y[: len(records)], step=0)
-        moves[len(moves)] = torch.cat([(t - start[n]).flatten() for n, t in network.tensors.items()])
-        for name, tensor in network.tensors.items():
-            tensor.copy_(start[name])
-    assert torch.allclose(moves[0], sum(moves[number] for number in range(1, 6)), atol=1e-5)
+        trainer.step(records, torch.zeros(len(records), dtype=torch.int64), step=0)
+        moves.append(torch.cat([(t - start[n]).flatten() for n, t in network.tensors.items()]))
+    assert torch.allclose(moves[0], sum(moves[1:]), atol=1e-5)
     assert float(moves[0].norm()) > 0
 
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_sums_of_a_step_lie_on_the_lattice_of_all_batches(joint: bool) -> None:
     """Contributions are multiples of a step that 2^22 of them need; finer or unrounded ones, the faults, are not."""
-    torch.manual_seed(0)
-    network = FullyConnected(nn.Sequential(nn.Linear(4, 3)))
-    config = load_config({"trainer": {"kind": "zo", "directions": 4}, "optimizer": {"lr": 0.1}})
     clip = 0.05
-    step = math.ldexp(
-        1.0, math.frexp(clip)[1] + 23 - 52
-    )  # 2^22 contributions of C have sums below 2^53 steps
+    step = math.ldexp(1.0, math.frexp(clip)[1] + 23 - 52)  # 2^22 times C is below 2^53 steps
     seen: list[torch.Tensor] = []
 
     class Seen(RoundedNoise):
@@ -222,7 +189,7 @@ def test_sums_of_a_step_lie_on_the_lattice_of_all_batches(joint: bool) -> None:
             return Seen()
 
     release = ScalarRelease(clip=clip, divisor=1.0, scale=0.1, noise=Stream(1, "x"), joint=joint)
-    trainer = zo_trainer(network, config, release, root=7)
+    trainer, _ = make_trainer(release, directions=4)
     trainer.step(torch.randn(30, 4), torch.arange(30) % 3, step=0)
     (sums,) = seen
     assert (sums / step).frac().abs().max() == 0
@@ -230,35 +197,29 @@ def test_sums_of_a_step_lie_on_the_lattice_of_all_batches(joint: bool) -> None:
 
 
 def test_noise_of_a_gaussian_device(tmp_path: Path) -> None:
-    config = {
-        **PROTECTED,
-        "protection": {"kind": "record", "noise_multiplier": 2.0, "noise": "device"},
-        "device": {"name": "gaussian", "noise": {"sigma": 0.7}},
-    }
+    protection = {**PROTECTED["protection"], "noise": "device"}
+    device = {"name": "gaussian", "noise": {"sigma": 0.7}}
+    config = {**PROTECTED, "protection": protection, "device": device}
     trained = run(tmp_path, config)
     assert trained.guarantees[0].status is Status.PROVEN_UNDER_DEVICE_MODEL
     assert trained.summary["frames"] > 0
     with pytest.raises(ConfigError, match="'laplace' cannot come from a device"):
         run(tmp_path, {**config, "trainer": {"kind": "zo", "law": "laplace"}}, "refused")
-    camera = {**config, "device": {"name": "camera"}}
     with pytest.raises(ConfigError, match="takes a Gaussian law"):
-        run(tmp_path, camera, "camera")
+        run(tmp_path, {**config, "device": {"name": "camera"}}, "camera")
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"sampler": {"scheme": "shuffled-epochs", "batch_size": 10}}, NoGuarantee, "shuffled-epochs"),
-        ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "second copy of the parameters"),
-        ({"optimizer": {"momentum": 0.9}}, ConfigError, "neither momentum nor moments"),
-        ({"optimizer": {"name": "adam"}}, ConfigError, "neither momentum nor moments"),
-        ({"protection": {"kind": "label-amplified", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
-        ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
-    ],
-)
-def test_unproven_runs_are_refused(
-    tmp_path: Path, change: dict, error: type[Exception], message: str
-) -> None:
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"sampler": {"scheme": "shuffled-epochs", "batch_size": 10}}, NoGuarantee, "shuffled-epochs"),
+    ({"optimizer": {"averaged_tail": 0.5}}, ConfigError, "second copy of the parameters"),
+    ({"optimizer": {"momentum": 0.9}}, ConfigError, "neither momentum nor moments"),
+    ({"optimizer": {"name": "adam"}}, ConfigError, "neither momentum nor moments"),
+    ({"trainer": {**JOINT, "law": "laplace"}}, ConfigError, "bounds a Euclidean norm"),
+    ({"trainer": {**JOINT, "directions": 1}}, ConfigError, "trainer.directions above 1"),
+    ({"protection": {"kind": "label-amplified", "epsilon": 1.0}}, ConfigError, "it takes none, record"),
+    ({"protection": {"kind": "record", "epsilon": 1.0, "delta": 0.0}}, NoGuarantee, "use trainer.law"),
+])  # fmt: skip
+def test_unproven_runs_are_refused(tmp_path: Path, change: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         run(tmp_path, {**PROTECTED, **change})
 
@@ -377,9 +338,6 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
         run(tmp_path, BASE, model=own().requires_grad_(False))
 
 
-# Perturbation
-
-
 NAN, INF = math.nan, math.inf
 
 
@@ -389,13 +347,10 @@ def test_differences_are_clipped_each_by_itself() -> None:
     assert (found.clipped, found.non_finite) == (2, 0)
 
 
-@pytest.mark.parametrize(
-    ("plus", "minus", "expected"),
-    [
-        (NAN, 1.0, 0.5), (INF, 1.0, 0.5), (-INF, 1.0, 0.5), (1.0, NAN, -0.5), (1.0, INF, -0.5),
-        (NAN, NAN, 0.0), (INF, -INF, 0.0),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("plus", "minus", "expected"), [
+    (NAN, 1.0, 0.5), (INF, 1.0, 0.5), (-INF, 1.0, 0.5), (1.0, NAN, -0.5), (1.0, INF, -0.5),
+    (NAN, NAN, 0.0), (INF, -INF, 0.0),
+])  # fmt: skip
 def test_losses_that_are_not_finite_count_as_the_bound(plus: float, minus: float, expected: float) -> None:
     found = loss_differences(torch.tensor([plus]), torch.tensor([minus]), 0.5)
     assert found.values.tolist() == [expected]

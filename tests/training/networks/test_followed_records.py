@@ -17,8 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from opusim.training.networks.record_gradients.calls import Layout
 from opusim.training.networks.record_gradients.followed import rules, tracking
-from opusim.training.networks.record_gradients.followed.arguments import seed_pass
-from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, Refused, codes, decoded
+from opusim.training.networks.record_gradients.followed.placement import (
+    Held,
+    Mixed,
+    Refused,
+    codes,
+    decoded,
+    seed_pass,
+)
 from opusim.training.networks.record_gradients.followed.rules import Operation
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 from opusim.training.networks.record_gradients.tape import RecordTape

@@ -28,8 +28,7 @@ from opusim.training.networks.record_gradients.calls import (
     Slot,
     require_inputs_kept,
 )
-from opusim.training.networks.record_gradients.followed.arguments import seed_pass
-from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
+from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State, seed_pass
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker, Survey
 from opusim.training.networks.record_gradients.recorder import Recorder
 from opusim.training.networks.record_gradients.uses import copies

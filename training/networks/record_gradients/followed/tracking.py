@@ -30,20 +30,18 @@ from torch.utils._pytree import tree_leaves
 from opusim.training.networks import record_independence
 from opusim.training.networks.record_gradients.calls import Layout
 from opusim.training.networks.record_gradients.followed import rules
-from opusim.training.networks.record_gradients.followed.arguments import (
+from opusim.training.networks.record_gradients.followed.placement import (
     CONVERSIONS,
     GUARDS,
     WRITES,
-    active,
-    has_own_generator,
-    operator_of,
-)
-from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
     State,
+    active,
     constant_state,
+    has_own_generator,
+    operator_of,
     overlap,
     same_owners,
     scaled_dimension,

@@ -721,8 +721,8 @@ class Ledger:
             if paid is not None:
                 if not _covers(paid.mechanisms, mechanisms):
                     raise LedgerCorrupt(
-                        f"{self._journal.path}: step {step} was paid for as exactly rounded, and only the processor "
-                        "rounds so; resume on the processor, or start a new run folder"
+                        f"{self._journal.path}: step {step} was paid for as rounded more exactly than this device "
+                        "does; resume on the device that it was started on, or start a new run folder"
                         if _covers(mechanisms, paid.mechanisms)
                         else f"{self._journal.path}: step {step} was paid for as {paid.mechanisms[0].describe()!r}, "
                         f"not {mechanisms[0].describe()!r}; start a new run folder"

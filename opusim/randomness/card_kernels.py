@@ -177,7 +177,7 @@ def _round_one(out, x, error, at, valid, scale, opened):
     nearest = tl.floor(part + 0.5)
     bound = error * ratio * (1 + _ERROR) + 2.220446049250313e-16 * (tl.abs(noise) + tl.abs(part))
     certain = tl.abs(part - nearest) + bound < 0.5
-    found = ((whole + nearest) * grid).to(out.dtype.element_ty)
+    found = ((whole + nearest) * grid + 0.0).to(out.dtype.element_ty)  # see `rounded`, The sign of zero
     tl.store(out + at, found, mask=valid & certain)
     left = valid & (certain == 0) & (tl.abs(value) < float("inf"))
     slot = tl.atomic_add(opened + at * 0, (at * 0 + 1).to(tl.int64), mask=left)
@@ -206,7 +206,7 @@ def _add_rounded(out, scale, key, nonce, opened, count, blocks, size: tl.constex
 
 def fill(out: Tensor, key: Tensor, nonce: int) -> None:
     """Fill out, float32 or float64, shape (n,), with the numbers of `cards.normal_pairs`; see `cards.chacha_words`."""
-    blocks = -(-len(out) // NUMBERS)
+    blocks = _blocks_of(out)
     with _current(out):
         _fill[-(-blocks // _BLOCKS),](out, key, nonce, len(out), blocks, size=_BLOCKS)
 
@@ -217,7 +217,7 @@ def add_rounded(y: Tensor, grid: float, ratio: float, key: Tensor, nonce: int) -
     Raises:
         RuntimeError: More numbers are open than a sound card leaves.
     """
-    blocks = -(-len(y) // NUMBERS)
+    blocks = _blocks_of(y)
     scale = torch.empty(3, dtype=torch.float64, device=y.device)
     for place, number in zip(scale.split(1), (grid, 1 / grid, ratio), strict=True):
         place.fill_(number)  # without a copy from the host, which would wait
@@ -226,11 +226,21 @@ def add_rounded(y: Tensor, grid: float, ratio: float, key: Tensor, nonce: int) -
         _add_rounded[-(-blocks // _BLOCKS),](y, scale, key, nonce, opened, len(y), blocks, size=_BLOCKS)
     count = int(opened[0])
     if count > MOST_OPEN:
+        y.fill_(torch.nan)  # it holds numbers without noise
         raise RuntimeError(
-            f"the kernel of noise on {y.device} left {count} numbers unrounded, of which 10^-3 are expected; nothing "
-            "was released. Train on the processor, and report it"
+            f"the kernel of noise on {y.device} left {count} numbers unrounded, of which 10^-3 are expected; all are "
+            "NaN now. Train on the processor, and report it"
         )
     return sorted(opened[1 : 1 + count].tolist())
+
+
+def _blocks_of(numbers: Tensor) -> int:
+    """Return how many blocks fill a vector; refuse one with gaps, which a kernel would not leave out."""
+    if numbers.ndim != 1 or not numbers.is_contiguous():
+        raise ValueError(
+            f"numbers: have shape {tuple(numbers.shape)} and strides {numbers.stride()}; give a vector"
+        )
+    return -(-len(numbers) // NUMBERS)
 
 
 def _current(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -14,11 +14,13 @@ cell. Some 1 in 10^10 numbers are open. The host reads once for each draw whethe
 more digits in interval arithmetic. So r is a function of the real number, whatever card and code computed it.
 
 Each function runs in torch operations on any device, and as one kernel of Triton where that is installed
-(`opusim.randomness.card_kernels`); words are equal bit for bit, and so is every r.
+(`opusim.randomness.card_kernels`); words are equal bit for bit, and so is every r. A card is compared with the
+processor before its first draw.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import warnings
@@ -30,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from opusim.plugins import Deferred
+from opusim.plugins import FOREIGN_ERRORS, Deferred
 from opusim.randomness.rounded import ERROR, grid_of, kept_digits, settled
 
 card_kernels = Deferred("opusim.randomness.card_kernels")
@@ -46,7 +48,7 @@ _PART = 2**23
 """Numbers of one draw; longer arrays take several, so that temporary arrays stay small."""
 _DRAWS = 2**31
 """Draws under one key; a kernel takes the nonce as a number of 32 bits."""
-_CHECKED = 512
+_CHECKED = 1028
 """Blocks with which a card is checked once in each process."""
 MOST_OPEN = 1024
 """Numbers of a draw for which a kernel can note that they are open; 10^-3 are expected."""
@@ -137,22 +139,41 @@ def add_rounded(y: Tensor, grid: float, ratio: float, words: Tensor) -> Tensor:
     nearest = part.round()
     bound = error * ratio * (1 + ERROR) + 2.0**-52 * (noise.abs() + part.abs())
     certain = (part - nearest).abs() + bound < 0.5  # NaN and infinity are never certain
-    y.copy_(torch.where(certain, (whole + nearest) * grid, value))
+    y.copy_(torch.where(certain, (whole + nearest) * grid + 0.0, value))
     return ~certain & value.isfinite()
 
 
 @cache
 def _agrees(device: torch.device, *, fused: bool) -> bool:
-    """Return whether a card computes the numbers of a fixed key within the bounds of the processor's."""
-    key = torch.arange(8)
-    numbers, errors = normal_pairs(chacha_words(key, 1, torch.arange(_CHECKED)))
-    own = torch.empty(numbers.numel(), dtype=torch.float64, device=device)
-    if fused:
-        card_kernels.fill(own, key.to(device), 1)
-    else:
-        words = chacha_words(key.to(device), 1, torch.arange(_CHECKED, device=device))
-        own.copy_(normal_pairs(words)[0].view(-1))
-    return bool(((own.view(2, -1).cpu() - numbers).abs() <= errors).all())
+    """Return whether a card computes what the processor does: numbers within their bounds, and equal sums."""
+    key, sums = torch.arange(8, device="cpu"), torch.linspace(-3.0, 3.0, NUMBERS * _CHECKED - 5, device="cpu")
+    ratio = 1.7 / grid_of(1.7)
+    for nonce in (0, _DRAWS - 1):
+        words = chacha_words(key, nonce, torch.arange(_CHECKED, device="cpu"))
+        numbers, errors = normal_pairs(words)
+        expected, found = sums.clone(), sums.to(device, copy=True)
+        opened = add_rounded(expected, grid_of(1.7), ratio, words)
+        own = torch.empty(numbers.numel(), dtype=torch.float64, device=device)
+        if fused:
+            card_kernels.fill(own, key.to(device), nonce)
+            card_kernels.add_rounded(found, grid_of(1.7), ratio, key.to(device), nonce)
+        else:
+            words = chacha_words(key.to(device), nonce, torch.arange(_CHECKED, device=device))
+            own.copy_(normal_pairs(words)[0].view(-1))
+            add_rounded(found, grid_of(1.7), ratio, words)
+        found = found.cpu()
+        equal = (found == expected) & (found.signbit() == expected.signbit()) | opened
+        if not equal.all() or not ((own.view(2, -1).cpu() - numbers).abs() <= errors).all():
+            return False
+    return True
+
+
+def _fault_of_kernels(device: torch.device) -> str:
+    """Return what is wrong with the kernels of Triton on a card; empty if nothing is."""
+    try:
+        return "" if _agrees(device, fused=True) else "do not compute what they should"
+    except FOREIGN_ERRORS as error:  # no compiler, or a card that is too old
+        return f"do not run ({type(error).__name__}: {error})"
 
 
 class CardCipher:
@@ -169,10 +190,9 @@ class CardCipher:
     def __init__(self, device: torch.device, *, fused: bool | None = None) -> None:
         self._device = device
         self._fused = device.type == "cuda" and find_spec("triton") is not None if fused is None else fused
-        if self._fused and not _agrees(device, fused=True):
+        if self._fused and (fault := _fault_of_kernels(device)):
             warnings.warn(
-                f"the kernels of noise do not compute on {device} what they should; torch's operations draw it, slower",
-                stacklevel=2,
+                f"the kernels of noise {fault} on {device}; torch's operations draw it, slower", stacklevel=2
             )
             self._fused = False
         if not self._fused and not _agrees(device, fused=False):
@@ -183,14 +203,27 @@ class CardCipher:
 
     def _new_key(self) -> None:
         words = np.frombuffer(os.urandom(32), dtype=np.uint32).astype(np.int64)
-        self._key, self._draws = torch.from_numpy(words).to(self._device), 0
+        self._key, self._draws = torch.from_numpy(words).to(self._device), itertools.count()
 
     def _next(self) -> int:
-        """Return the nonce of the next draw; a key that has no more is replaced."""
-        if self._draws == _DRAWS:
+        """Return the nonce of the next draw; a key that has no more is replaced.
+
+        Raises:
+            RuntimeError: A CUDA graph is being captured.
+        """
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a captured CUDA graph would repeat its release noise; draw it outside of the graph"
+            )
+        nonce = next(self._draws)
+        if nonce >= _DRAWS:
             self._new_key()
-        self._draws += 1
-        return self._draws - 1
+            nonce = next(self._draws)
+        return nonce
+
+    def __reduce__(self) -> tuple[type[CardCipher], tuple[torch.device]]:
+        """Copy and pickle as a new cipher: the key never leaves the process."""
+        return type(self), (self._device,)
 
     def _words(self, nonce: int, numbers: int) -> Tensor:
         return chacha_words(self._key, nonce, torch.arange(-(-numbers // NUMBERS), device=self._device))

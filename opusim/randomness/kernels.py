@@ -341,7 +341,7 @@ def _nearest(
         size = abs(x)
         reach = abs(part - nearest) + trig * (size + abs(y)) + radius * size
         # NaN and infinity are never certain
-        found[i] = (whole + nearest) * grid if reach < _SLACK else np.nan
+        found[i] = (whole + nearest) * grid + 0.0 if reach < _SLACK else np.nan
 
 
 @numba.njit(nogil=True, error_model="numpy")
@@ -407,7 +407,7 @@ def nearest_by_64_digits(
     part = (steps - whole) + noise
     nearest = np.rint(part)
     bound = error * ratio * (1 + _ERROR) + 2.0**-52 * (abs(noise) + abs(part))
-    return (whole + nearest) * grid if abs(part - nearest) + bound < 0.5 else np.nan
+    return (whole + nearest) * grid + 0.0 if abs(part - nearest) + bound < 0.5 else np.nan
 
 
 @numba.njit(nogil=True, error_model="numpy")

@@ -21,6 +21,9 @@ step. It takes longer, so time reveals at most that a number was near an edge.
 Long float32 arrays, such as a model's gradients, take their numbers in pairs and do step 1 in float32 first
 (`opusim.randomness.kernels`); `settle` is their step 3.
 
+**The sign of zero.** Rounding a negative number to zero gives minus zero, which would tell the sign of s or of the sum.
+Every release adds 0.0, which makes it plus zero and changes no other number.
+
 **Sums.** Noise hides a sum only if neighbouring data sets change the *computed* sum by at most the stated bound.
 `toward_zero` rounds contributions to multiples of a power of two, so their sums are exact in any order.
 """
@@ -127,7 +130,7 @@ class ExactNoise(RoundedNoise):
         certain = 0.5 - np.abs(steps - nearest) > error / self._grid  # false for an infinite error
         for number in np.flatnonzero(~certain):
             nearest[number] = self._exact(int(number), s[number])
-        released = torch.from_numpy(nearest * self._grid).reshape(values.shape)
+        released = torch.from_numpy(nearest * self._grid + 0.0).reshape(values.shape)
         return released.to(values.device)
 
     def _exact(self, number: int, value: float) -> int:
@@ -226,7 +229,7 @@ class NormalNoise(RoundedNoise):
                 f"values: are {values.numel()}, but noise was drawn for {len(self._noise)}; give as many"
             )
         noise = self._noise.reshape(values.shape).to(values.device)
-        return torch.round((values.detach().double() + noise) / self._grid).mul_(self._grid)
+        return torch.round((values.detach().double() + noise) / self._grid).mul_(self._grid).add_(0.0)
 
 
 def _standard(u: np.ndarray, v: np.ndarray, law: Law) -> tuple[np.ndarray, np.ndarray]:

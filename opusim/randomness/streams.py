@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 kernels, cards = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.cards")
 
-CARDS = ("cuda",)
-"""Types of torch devices that draw noise that no one can replay themselves."""
+CARDS = ("cuda",) if torch.version.hip is None else ()
+"""Types of torch devices that draw noise that no one can replay themselves; AMD's arithmetic was never checked."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -290,7 +290,7 @@ class SystemStream(NoiseStream):
     """
 
     def __init__(self) -> None:
-        self._owner = -1
+        self._owner = OwnProcess()
         self._cipher: CipherContext | None = None
         self._cards: dict[torch.device, CardCipher] = {}
 
@@ -318,9 +318,9 @@ class SystemStream(NoiseStream):
         """See the base class; 128 bits make a pair, and numbers that they leave open draw more."""
         if y.device.type in CARDS and std:
             _checked_grid(y, std)
-            row = y.detach().reshape(-1)
-            self._card(y.device).add_rounded(row, std, self._more)
-            return y if row.data_ptr() == y.data_ptr() else y.copy_(row.view(y.shape))
+            dense = y.detach().contiguous()
+            self._card(y.device).add_rounded(dense.view(-1), std, self._more)
+            return y if y.is_contiguous() else y.copy_(dense)
         if y.device.type != "cpu" or not std:
             return super().add_rounded(y, std)
         grid, chunk = _checked_grid(y, std), kernels.CHUNK
@@ -349,18 +349,18 @@ class SystemStream(NoiseStream):
 
     def _current_cipher(self) -> CipherContext:
         """Return the cipher of the running process; a fork gets another key."""
-        if self._cipher is None or self._owner != os.getpid():
-            self._owner = os.getpid()
-            self._cards = {}
+        if self._cipher is None or not self._owner.is_this:
+            self._owner, self._cards = OwnProcess(), {}
             self._cipher = Cipher(algorithms.AES(os.urandom(32)), modes.CTR(os.urandom(16))).encryptor()
         return self._cipher
 
     def _card(self, device: torch.device) -> CardCipher:
         """Return the cipher of the running process on a card."""
         self._current_cipher()
-        if device not in self._cards:
-            self._cards[device] = cards.CardCipher(device)
-        return self._cards[device]
+        place = torch.empty(0, device=device).device  # resolves "cuda" to "cuda:0"
+        if place not in self._cards:
+            self._cards[place] = cards.CardCipher(place)
+        return self._cards[place]
 
     def __reduce__(self) -> tuple[type[SystemStream], tuple[()]]:
         """Pickle as a new stream: the key never leaves the process."""

@@ -10,9 +10,10 @@ that a record of typical features has sum_l h_l^T P_l^-1 h_l = 1. A step release
 with independent Xi_l of N(0, 1). P_l of a hidden layer may be that of the weights of earlier steps, which were released
 as well: any P_l serves that public numbers determine before the step. Everything is computed in float64, because
 whitening magnifies float32 rounding by the root of P_l's condition number, up to 900 at a floor of 0.001. Only the
-whitened sum is rounded to float32. Noise is added to that sum, on the CPU as one exactly rounded number; colouring it
-is post-processing. Whitened by P_l, each record's contribution has norm at most C under every label, whatever a
-device's noise did to delta. This is the Poisson-subsampled Gaussian mechanism with multiplier z under replace_one.
+whitened sum is rounded to float32. Noise is added to that sum, on the CPU (and on a card of CUDA in release mode) as
+one exactly rounded number; colouring it is post-processing. Whitened by P_l, each record's contribution has norm at
+most C under every label, whatever a device's noise did to delta. This is the Poisson-subsampled Gaussian mechanism with
+multiplier z under replace_one.
 Source: docs/privacy-labels.md, section 3 (a secret batch and noise of a public covariance).
 """
 

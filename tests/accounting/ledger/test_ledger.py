@@ -54,7 +54,7 @@ def test_steps_that_an_earlier_version_paid_for_are_taken_unrounded(tmp_path: Pa
         for step in range(1, 5):
             ledger.pay(step, ROUNDED)
         ledger.pay_once("once", ROUNDED)
-        with pytest.raises(LedgerCorrupt, match="paid for as exactly rounded, and only the processor rounds"):
+        with pytest.raises(LedgerCorrupt, match="paid for as rounded more exactly than this device"):
             ledger.pay(4, RECORDS)
         with pytest.raises(LedgerCorrupt, match="was paid for as 'records clipped to 1"):
             ledger.pay(4, replace(ROUNDED, noise_multiplier=1.9))

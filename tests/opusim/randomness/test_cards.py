@@ -3,16 +3,20 @@
 Without a card, torch's operations run on the processor and the kernels of Triton in its interpreter.
 """
 
+import copy
 import json
 import os
 import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from importlib import import_module
 from multiprocessing import get_context
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import mpmath
 import numpy as np
@@ -20,10 +24,11 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+from opusim.files import OwnProcess
 from opusim.randomness import cards, kernels, streams
 from opusim.randomness.cards import CardCipher, chacha_words, normal_pairs
 from opusim.randomness.rounded import ExactNoise, grid_of, turn_of_pair
-from opusim.randomness.streams import SystemStream, noise_stream, rounds_exactly
+from opusim.randomness.streams import NoiseStream, SeededStream, SystemStream, noise_stream, rounds_exactly
 
 CARD = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STD = 1.7
@@ -120,10 +125,12 @@ def test_kernels_give_the_numbers_of_the_operations(
     assert ((found - expected.view(-1)[:count]).abs() <= bound).all()
     y = torch.randn(count, generator=torch.Generator().manual_seed(1), dtype=kind).to(CARD) * 1e3
     y[0] = torch.inf
+    y[1:2] = -GRID / 4
     own, other = y.clone(), y.clone()
     cards.add_rounded(own, GRID, STD / GRID, words)
     assert compiled.add_rounded(other, GRID, STD / GRID, key, 3) == []
     assert torch.equal(own, other)
+    assert torch.equal(own.signbit(), other.signbit())
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -220,17 +227,22 @@ def first_of(stream: SystemStream) -> float:
     return float(stream.normal((1,), device=CARD))
 
 
-def test_a_fork_and_a_pickled_stream_draw_with_other_keys(on_card: str) -> None:
+def test_a_fork_and_a_copied_stream_draw_with_other_keys(
+    on_card: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = SystemStream()
     first_of(stream)
+    assert float(stream.normal((1,), device=on_card)) != 0  # the same card without its number
+    assert len(stream._cards) == 1
     key = stream._cards[CARD]._key.tolist()
     copied = pickle.loads(pickle.dumps(stream))
     first_of(copied)
     assert copied._cards[CARD]._key.tolist() != key
+    assert copy.deepcopy(stream._cards[CARD])._key.tolist() != key
     if on_card == "cpu":  # no card survives a fork
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
             assert pool.submit(_key_after_fork, stream).result() != key
-    stream._owner = -1  # as after a fork
+    monkeypatch.setattr(OwnProcess, "is_this", False)  # as after a fork, also into the same process number
     first_of(stream)
     assert stream._cards[CARD]._key.tolist() != key
 
@@ -256,30 +268,109 @@ def test_numbers_have_the_moments_of_the_law(on_card: str) -> None:
             assert abs(float(found) - expected) < 5 * std * n**-0.5
 
 
-def test_a_strided_tensor_and_no_noise_are_as_on_the_processor(on_card: str) -> None:
-    y = torch.zeros(6, 4, device=on_card).t()
+@pytest.mark.parametrize("fused", [False, True])
+def test_tensors_with_gaps_get_noise_in_their_own_places_only(
+    on_card: str, compiled: Any, monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
     stream = SystemStream()
-    assert stream.add_rounded(y, STD) is y
-    assert (y != 0).float().mean() > 0.9
-    before = y.clone()
-    assert torch.equal(stream.add_rounded(y, 0.0), before)
+    monkeypatch.setattr(cards, "_agrees", lambda *args, **given: True)
+    stream._current_cipher()
+    stream._cards[CARD] = CardCipher(CARD, fused=fused)
+    for view in (lambda whole: whole.t(), lambda whole: whole[:, :1], lambda whole: whole.view(-1)[::2]):
+        whole = torch.zeros(6, 4, device=on_card)
+        y = view(whole)
+        assert stream.add_rounded(y, STD) is y
+        assert (y != 0).float().mean() > 0.9
+        assert (whole != 0).sum() == (y != 0).sum()
+        before = y.clone()
+        assert torch.equal(stream.add_rounded(y, 0.0), before)
+    with pytest.raises(ValueError, match="give a vector"):
+        compiled.fill(torch.zeros(20, device=on_card)[::2], stream._cards[CARD]._key, 0)
     with pytest.raises(TypeError, match="float32 or torch.float64"):
         stream.add_rounded(torch.zeros(3, dtype=torch.float16, device=on_card), STD)
 
 
-def test_a_card_that_computes_otherwise_is_found(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def drawn(out: torch.Tensor, key: torch.Tensor, nonce: int, *, blocks: int | None = None) -> None:
+    """What a kernel fills in, or the same of some blocks, again and again."""
+    counters = torch.arange(-(-len(out) // 8), device=CARD) % (blocks or 2**32)
+    out.copy_(normal_pairs(chacha_words(key, nonce, counters))[0].view(-1)[: len(out)])
+
+
+def rounded(y: torch.Tensor, grid: float, ratio: float, key: torch.Tensor, nonce: int) -> list[int]:
+    cards.add_rounded(y, grid, ratio, chacha_words(key, nonce, torch.arange(-(-len(y) // 8), device=CARD)))
+    return []
+
+
+def minus_zero(y: torch.Tensor, *given: Any) -> list[int]:
+    rounded(y, *given)
+    y[y == 0] *= -1.0
+    return []
+
+
+def missing(*_: Any) -> NoReturn:
+    raise RuntimeError("no compiler")
+
+
+FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
+    "none": (drawn, rounded, False),
+    "float32": (lambda out, *given: drawn(half := out.float(), *given) or out.copy_(half), rounded, True),
+    "one nonce": (lambda out, key, nonce: drawn(out, key, 0), rounded, True),
+    "repeated blocks": (lambda *given: drawn(*given, blocks=1024), rounded, True),
+    "no noise": (drawn, lambda *_: [], True),
+    "minus zero": (drawn, minus_zero, True),
+    "no compiler": (missing, missing, True),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_card_that_computes_otherwise_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill, add, faulty = FAULTS[name]
+    monkeypatch.setattr(cards, "card_kernels", SimpleNamespace(fill=fill, add_rounded=add))
+    cards._agrees.cache_clear()
+    told = pytest.warns(UserWarning, match="torch's operations draw it") if faulty else nullcontext()
+    with told:
+        assert CardCipher(CARD, fused=True)._fused is not faulty
     cards._agrees.cache_clear()
 
-    def off(out: torch.Tensor, key: torch.Tensor, nonce: int) -> None:
-        """Float32 numbers in the place of float64 ones."""
-        words = chacha_words(key, nonce, torch.arange(len(out) // 8, device=CARD))
-        out.copy_(normal_pairs(words)[0].view(-1).float())
 
-    monkeypatch.setattr(compiled, "fill", off)
-    monkeypatch.setattr(cards, "card_kernels", compiled)
-    with pytest.warns(UserWarning, match="torch's operations draw it"):
-        assert not CardCipher(CARD, fused=True)._fused
-    cards._agrees.cache_clear()
+def test_a_kernel_that_leaves_many_numbers_open_releases_none(
+    compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MOST_OPEN", 3)
+    monkeypatch.setattr(compiled, "_MOST_OPEN", compiled.tl.constexpr(3))
+    monkeypatch.setattr(compiled, "_ERROR", compiled.tl.constexpr(1.0))
+    y = torch.zeros(40, device=CARD)
+    with pytest.raises(RuntimeError, match="all are NaN now"):
+        compiled.add_rounded(y, GRID, STD / GRID, key_of(bytes(32)), 0)
+    assert y.isnan().all()
+
+
+def test_no_graph_repeats_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    cipher = CardCipher(CARD)
+    monkeypatch.setattr(cipher, "_device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="captured CUDA graph would repeat"):
+        cipher._next()
+
+
+@pytest.mark.parametrize("stream", [SeededStream(1, "noise"), SystemStream()], ids=["seeded", "system"])
+@pytest.mark.parametrize("on_a_card", [False, True])
+def test_no_zero_tells_the_sign_of_a_number(
+    stream: SeededStream | SystemStream, on_a_card: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Minus zero would stand only where s + sigma G is just below 0, or s itself."""
+    if on_a_card:
+        monkeypatch.setattr(streams, "CARDS", (CARD.type,))
+    for s in (-GRID / 4, GRID / 4):
+        for kind in (torch.float32, torch.float64):
+            y = stream.add_rounded(torch.full((60_000,), s, dtype=kind), STD)
+            zeros = y[y == 0]
+            assert len(zeros) > 5
+            assert not zeros.signbit().any()
+        found = stream.rounded(20_000, STD).added_to(torch.full((20_000,), s))
+        assert not found[found == 0].signbit().any()
+    other = NoiseStream.rounded(stream, 20_000, STD).added_to(torch.full((20_000,), -GRID / 4))
+    assert not other[other == 0].signbit().any()
 
 
 def test_a_stream_of_a_mode_says_where_it_rounds_exactly() -> None:

@@ -27,8 +27,14 @@ from opusim.training.data.dataset import Target
 from opusim.training.data.tables import Arrays
 from opusim.training.networks.base import Network
 from opusim.training.networks.clipping import WITHOUT_FLOAT64, widest
-from opusim.training.protections.base import Applied, PrivateGradients, Protection, SoftLabels
-from opusim.training.protections.planning import Plan, ProtectedAlgorithm
+from opusim.training.protections.base import (
+    Applied,
+    Plan,
+    PrivateGradients,
+    ProtectedAlgorithm,
+    Protection,
+    SoftLabels,
+)
 from opusim.training.runs.folder import RunFolder
 
 

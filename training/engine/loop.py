@@ -24,8 +24,14 @@ from opusim.training.data.users import Users
 from opusim.training.engine.algorithm import EpochSums, StepRecord, Trainer
 from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.cards import StepMemory, exhausted, to_device
-from opusim.training.engine.certified import VOUCHED, doubt_text, vouched_step, without_remedy
-from opusim.training.engine.plan import OBSERVED_STEPS, RunPlan
+from opusim.training.engine.plan import (
+    OBSERVED_STEPS,
+    VOUCHED,
+    RunPlan,
+    doubt_text,
+    vouched_step,
+    without_remedy,
+)
 from opusim.training.engine.steps import STEPS_TO_MOVE, Movement, PaidSteps
 from opusim.training.errors import RunFolderError, RunInterrupted, TrainingDiverged
 from opusim.training.networks.optimizers import TailAverage, set_learning_rate

@@ -42,15 +42,16 @@ from opusim.training.data.users import id_warnings
 from opusim.training.engine.algorithm import Trainer
 from opusim.training.engine.callbacks import Callback, RunProgress, Watchers
 from opusim.training.engine.cards import to_device
-from opusim.training.engine.certified import facts_of, noted_alarms
 from opusim.training.engine.loop import Engine, follow
 from opusim.training.engine.plan import (
     Forecast,
     RunPlan,
     default_inputs,
+    facts_of,
     fingerprint,
     for_this_machine,
     load_data,
+    noted_alarms,
     with_own_inputs,
 )
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE, deferred_interrupt, share_state, torch_threads

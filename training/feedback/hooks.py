@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from opusim.devices.base import NoisyDevice
-from opusim.training.feedback.choice import INPUT, OUTPUT, Choosing, is_a_stream, mapped, tensors_of
+from opusim.training.feedback.choice import INPUT, OUTPUT, Choosing, Followed, is_a_stream, mapped, tensors_of
 from opusim.training.feedback.diagnosis import Reading
 from opusim.training.feedback.layout import Extent, Rows, Slice, View, arrange
-from opusim.training.feedback.streams import Followed
-from opusim.training.networks.record_gradients.followed.arguments import active_tracker
-from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
+from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State, active_tracker
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 
 

@@ -26,6 +26,7 @@ from opusim.devices.base import NoisyDevice
 from opusim.devices.usage import DeviceWork, Usage
 from opusim.medium.transmission import Medium
 from opusim.randomness.seeds import derive_seed
+from opusim.training.feedback.choice import Followed
 from opusim.training.feedback.diagnosis import (
     BATCHES,
     Control,
@@ -55,7 +56,6 @@ from opusim.training.feedback.projection import (
     calibration_work,
     make_encoding,
 )
-from opusim.training.feedback.streams import Followed
 from opusim.training.networks.base import preserved_modes, require_not_of_opacus
 from opusim.training.networks.clipping import finite_rows
 from opusim.training.networks.record_independence import put_back

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class BlockModel(nn.Module):
         feedback_start: Name of the linear layer that starts as the feedback matrix (`model.initial_output`).
     """
 
-    embedding: nn.Module
+    embedding: Any
     blocks: nn.Sequential
     norm: nn.Module
     head: nn.Module

@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader
 
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.base import require_not_of_opacus
+from opusim.training.networks.record_gradients.calls import Rows
 from opusim.training.networks.record_gradients.layers import PACKED
-from opusim.training.networks.record_gradients.layout import Rows
 from opusim.training.networks.record_gradients.probe import invented_rows
 from opusim.training.networks.record_gradients.separation import require_no_hooks, require_steady_gradients
 from opusim.training.networks.record_gradients.tape import RecordTape, trained_parameters

@@ -47,7 +47,7 @@ from opusim.training.engine.steps import PaidSteps
 from opusim.training.feedback.points import FeedbackAlignment
 from opusim.training.networks.clipping import by_record, finite_rows
 from opusim.training.networks.contributions.sums import Contributions
-from opusim.training.networks.record_gradients.layout import Rows
+from opusim.training.networks.record_gradients.calls import Rows
 from opusim.training.networks.record_gradients.recorder import Recorder, unread_masks
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.record_independence import (

@@ -50,8 +50,13 @@ from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, GaussianNoise, PhotonCountNoise
 from opusim.randomness.streams import NoiseStream, SystemUniforms, noise_stream
 from opusim.training.networks.clipping import full_precision
-from opusim.training.protections.base import Protection, SoftLabels, calibrated_once, creditable_law
-from opusim.training.protections.planning import require_own_noise
+from opusim.training.protections.base import (
+    Protection,
+    SoftLabels,
+    calibrated_once,
+    creditable_law,
+    require_own_noise,
+)
 from opusim.training.runs.folder import RunFolder
 from opusim.training.runs.storage import read_array, write_array
 

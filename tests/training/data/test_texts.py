@@ -19,7 +19,7 @@ from opusim.training.data import Dataset, catalogue
 from opusim.training.data.catalogue import bits_per_byte, load_text
 from opusim.training.engine.plan import load_data
 from opusim.training.errors import DataError
-from opusim.training.protections.planning import require_covered
+from opusim.training.protections.base import require_covered
 from opusim.training.runs.run import evaluate_run
 
 TEXT = "".join(f"{n} kettles, naïve ones. \n" for n in range(60))

@@ -82,7 +82,7 @@ def _registered() -> Iterator[None]:
     register_device(KIND, faulty_device)
     register_device("drawing_bench", DrawingBench)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("opusim.training.engine.certified.date", OneDay)
+        patch.setattr("opusim.training.engine.plan.date", OneDay)
         yield
     FaultyDevice.repaired = False
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from opusim.training.networks.record_gradients.followed import rules, tracking
-from opusim.training.networks.record_gradients.followed.arguments import active_tracker
+from opusim.training.networks.record_gradients.followed.placement import active_tracker
 from opusim.training.networks.record_gradients.followed.tracking import RULES, RowTracker
 from opusim.training.networks.record_gradients.tape import RecordTape
 from tests.support.private_loops import private_loop

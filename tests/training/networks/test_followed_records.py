@@ -15,12 +15,18 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from opusim.training.networks.record_gradients.calls import Layout
 from opusim.training.networks.record_gradients.followed import rules, tracking
-from opusim.training.networks.record_gradients.followed.arguments import seed_pass
-from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, Refused, codes, decoded
+from opusim.training.networks.record_gradients.followed.placement import (
+    Held,
+    Mixed,
+    Refused,
+    codes,
+    decoded,
+    seed_pass,
+)
 from opusim.training.networks.record_gradients.followed.rules import Operation
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
-from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.tape import RecordTape
 from tests.support.private_loops import private_loop
 from tests.support.record_models import Runs, backward, draw, ids

@@ -24,7 +24,7 @@ from opusim.accounting.anytime import AnytimePlan, audit_anytime
 from opusim.accounting.audit import gaussian_mu
 from opusim.accounting.composition import guarantees as composed
 from opusim.accounting.guarantee import Adjacency, Guarantee, NoGuarantee, Unit
-from opusim.accounting.ledger import LEDGER_FILE, read_ledger
+from opusim.accounting.ledger import LEDGER_FILE, LedgerContent, read_ledger
 from opusim.accounting.mechanism import Mechanism
 from opusim.accounting.mechanisms.records import ClippedRecords
 from opusim.accounting.one_run import FEWEST_CANARIES, Law, OneRunPlan, audit_one_run
@@ -288,23 +288,25 @@ def play_one_run(
         train_planned(played, folder, watcher=observer)
         ledger = read_ledger(folder.ledger_file)
     spent = time.process_time() - started
-    mechanism = ledger.mechanisms[0]
-    return audit_of_scores(
-        observer.scores(mechanism),
-        observer.with_half_the_noise(mechanism),
-        inside,
-        relation,
-        ledger.mechanisms,
-        ledger.guarantees(delta=delta),
-        delta=delta,
-        seed=seed,
-        played=Played.TRAINING,
-        crafted="gradients" if protected else "records",
-        steps=observer.steps,
-        cpu_s=spent,
-        arrival=observer.arrival(mechanism),
-        note=SYSTEM_NOISE if plan.mode == "release" else "",
-    )
+    facts: dict[str, Any] = {"crafted": "gradients" if protected else "records", "cpu_s": spent}
+    facts["note"] = SYSTEM_NOISE if plan.mode == "release" else ""
+    return _of_training(observer, inside, relation, ledger, delta=delta, seed=seed, **facts)
+
+
+def _of_training(
+    observer: Observer,
+    inside: np.ndarray,
+    relation: Adjacency,
+    ledger: LedgerContent,
+    *,
+    delta: float,
+    **facts: Any,
+) -> Audit:
+    """Return what an observer saw in one training that paid in a ledger; see `audit_of_scores`."""
+    mechanism, stated = ledger.mechanisms[0], ledger.guarantees(delta=delta)
+    scores, weaker = observer.scores(mechanism), observer.with_half_the_noise(mechanism)
+    facts |= {"played": Played.TRAINING, "steps": observer.steps, "arrival": observer.arrival(mechanism)}
+    return audit_of_scores(scores, weaker, inside, relation, ledger.mechanisms, stated, delta=delta, **facts)
 
 
 def audit_of_scores(
@@ -683,23 +685,8 @@ def audit_private_loop(
         observer.finish()
         spent = time.process_time() - started
     ledger = read_ledger(private.folder / LEDGER_FILE)
-    mechanism = ledger.mechanisms[0]
-    found = audit_of_scores(
-        observer.scores(mechanism),
-        observer.with_half_the_noise(mechanism),
-        inside,
-        settings.relation,
-        ledger.mechanisms,
-        ledger.guarantees(delta=delta),
-        delta=delta,
-        seed=seed,
-        played=Played.TRAINING,
-        crafted="gradients",
-        steps=observer.steps,
-        cpu_s=spent,
-        arrival=observer.arrival(mechanism),
-        differs=differs,
-    )
+    facts: dict[str, Any] = {"crafted": "gradients", "cpu_s": spent, "differs": differs}
+    found = _of_training(observer, inside, settings.relation, ledger, delta=delta, seed=seed, **facts)
     found.keep(Path(private.folder))
     return found
 

@@ -19,11 +19,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
 from opusim.devices.base import NoisyDevice
-from opusim.training.networks.record_gradients.calls import Key, Kinds, Site, Slot, require_inputs_kept
-from opusim.training.networks.record_gradients.followed.arguments import seed_pass
-from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State
+from opusim.training.networks.record_gradients.calls import (
+    Key,
+    Kinds,
+    Layout,
+    Rows,
+    Site,
+    Slot,
+    require_inputs_kept,
+)
+from opusim.training.networks.record_gradients.followed.placement import Held, Mixed, State, seed_pass
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker, Survey
-from opusim.training.networks.record_gradients.layout import Layout, Rows
 from opusim.training.networks.record_gradients.recorder import Recorder
 from opusim.training.networks.record_gradients.uses import copies
 from opusim.training.networks.record_independence import (

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from opusim.training.networks.record_gradients.calls import Call, FlatSpec, Key, Kinds, Site
+from opusim.training.networks.record_gradients.calls import Call, FlatSpec, Key, Kinds, Layout, Site
 from opusim.training.networks.record_gradients.layers import (
     CELLS,
     RECURRENT,
@@ -32,7 +32,6 @@ from opusim.training.networks.record_gradients.layers import (
     unrolled,
     unrolled_cell,
 )
-from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_gradients.uses import (
     CLOSED,
     EMBEDDINGS,

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from opusim.errors import DeviceError
 from opusim.training.networks.base import preserved_modes
-from opusim.training.networks.record_gradients.calls import real_tensors
-from opusim.training.networks.record_gradients.layout import Rows
+from opusim.training.networks.record_gradients.calls import Rows, real_tensors
 from opusim.training.networks.record_gradients.tape import RecordTape
 from opusim.training.networks.record_independence import (
     MIXES_REMEDY,

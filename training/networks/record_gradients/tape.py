@@ -24,8 +24,13 @@ from opusim import checks
 from opusim.training.networks.clipping import bounded_factors
 from opusim.training.networks.contributions.sums import Contributions
 from opusim.training.networks.contributions.uses import Use
-from opusim.training.networks.record_gradients.calls import Form, Kinds, require_inputs_kept, split_records
-from opusim.training.networks.record_gradients.layout import Rows
+from opusim.training.networks.record_gradients.calls import (
+    Form,
+    Kinds,
+    Rows,
+    require_inputs_kept,
+    split_records,
+)
 from opusim.training.networks.record_gradients.probe import UNSEEN, invented_rows, probe
 from opusim.training.networks.record_gradients.recorder import Recorder
 from opusim.training.networks.record_gradients.uses import FunctionUse

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from opusim.training.networks.record_gradients.calls import Layout
 from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
@@ -25,7 +26,6 @@ from opusim.training.networks.record_gradients.followed.placement import (
     moved_state,
     strided_like,
 )
-from opusim.training.networks.record_gradients.layout import Layout
 from opusim.training.networks.record_independence import MIXES_REMEDY
 
 ORDER_REMEDY = (

@@ -28,21 +28,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opusim.training.networks import record_independence
+from opusim.training.networks.record_gradients.calls import Layout
 from opusim.training.networks.record_gradients.followed import rules
-from opusim.training.networks.record_gradients.followed.arguments import (
+from opusim.training.networks.record_gradients.followed.placement import (
     CONVERSIONS,
     GUARDS,
     WRITES,
-    active,
-    has_own_generator,
-    operator_of,
-)
-from opusim.training.networks.record_gradients.followed.placement import (
     Held,
     Mixed,
     Refused,
     State,
+    active,
     constant_state,
+    has_own_generator,
+    operator_of,
     overlap,
     same_owners,
     scaled_dimension,
@@ -56,7 +55,6 @@ from opusim.training.networks.record_gradients.followed.rules import (
     Rule,
     counts_on,
 )
-from opusim.training.networks.record_gradients.layout import Layout
 
 _LOGGED = 4096
 """Size up to which a tensor made from Python's numbers is kept, to compare two passes."""

@@ -213,12 +213,10 @@ def test_a_twentieth_of_noise_is_found(tmp_path: Path, name: str, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_released_run_is_played_with_directions_that_the_attacker_knows(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_released_run_is_played_with_directions_that_the_attacker_knows(tmp_path: Path) -> None:
     protection = {"kind": "record", "noise_multiplier": 0.01, "clip_norm": 2e-4}
-    run = trained(tmp_path, "zo", mode="release", protection=protection)
-    found = audit_run(run, data=data(), out=tmp_path_factory.mktemp("audit"), trials=40, seed=7)
+    run = trained(tmp_path / "run", "zo", mode="release", protection=protection)
+    found = audit_run(run, data=data(), out=tmp_path / "audit", trials=40, seed=7)
     assert of(found, Role.RUN).auc == 1.0
 
 

@@ -16,16 +16,14 @@ from tests.support.canaries import Canaries, Scores, auc_error, own_features, po
 RECORDS, OTHERS, STEPS = 40, 4, 300
 
 
-def scores_of(seed: int, noise: float, canaries: Canaries) -> list[float]:
-    """Train a linear head on few records and the canaries inside."""
+def scores_of(seed: int, noise: float, canaries: Canaries) -> Scores:
     generator = torch.Generator().manual_seed(seed)
     x = torch.zeros(RECORDS, canaries.x.shape[1])
     x[:, :OTHERS] = torch.randn(RECORDS, OTHERS, generator=generator)
     x, y = canaries.joined(x, torch.arange(RECORDS) % 2)
-    linear = nn.Linear(x.shape[1], 2)
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    network = FullyConnected(nn.Sequential(linear))
+    network = FullyConnected(nn.Sequential(nn.Linear(x.shape[1], 2)))
+    for parameter in network.parameters:
+        nn.init.zeros_(parameter)
     before = record_losses(network.model, canaries.x, canaries.y)
     config = load_config({"trainer": {"kind": "zo", "perturbation": 0.01}, "optimizer": {"lr": 0.02}})
     stream = SeededStream(seed, "scalar-noise")
@@ -55,9 +53,8 @@ def test_without_noise_members_show_and_with_noise_they_do_not(seed: int) -> Non
 
 def test_coins_are_fair_and_independent(seed: int) -> None:
     """Frequencies and pair products within five standard errors; fixed halves, the planted fault, are not."""
-    inside = np.stack(
-        [own_features(3, 8, size=1.0, n_classes=2, seed=seed + k).inside.numpy() for k in range(4000)]
-    )
+    drawn = (own_features(3, 8, size=1.0, n_classes=2, seed=seed + k) for k in range(4000))
+    inside = np.stack([canaries.inside.numpy() for canaries in drawn])
     signs = 2.0 * inside - 1
     assert (abs(signs.mean(axis=0)) < 5 / np.sqrt(4000)).all()
     assert abs((signs[:, 0] * signs[:, 1]).mean()) < 5 / np.sqrt(4000)
@@ -86,9 +83,7 @@ def test_scores_are_split_by_coin() -> None:
 
 def test_the_error_of_the_area_is_that_of_ranks(seed: int) -> None:
     """Against the spread of areas of scores of one law."""
-    generator = np.random.default_rng(seed)
-    areas = [
-        Scores(first=generator.normal(size=30), second=generator.normal(size=20)).auc for _ in range(4000)
-    ]
+    draws = np.random.default_rng(seed).normal(size=(4000, 50))
+    areas = [Scores(first=own[:30], second=own[30:]).auc for own in draws]
     error = auc_error(Scores(first=np.zeros(30), second=np.zeros(20)))
     assert np.std(areas) == pytest.approx(error, rel=5 / np.sqrt(2 * 4000))

@@ -61,8 +61,6 @@ GAMES: dict[str, tuple[Callable[[], TwoWorlds], int, float]] = {
 
 
 class Scaled(Wrapped):
-    """A share of the standard deviation."""
-
     def __init__(self, stream: NoiseStream, share: float) -> None:
         super().__init__(stream)
         self._share = share
@@ -161,7 +159,6 @@ def bound(game: TwoWorlds, trials: int, seed: int, *, null: bool = False) -> flo
 
 
 def slow_but(fast: Sequence[str], names: Sequence[str]) -> list[Any]:
-    """Cases, slow ones marked."""
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 

@@ -137,8 +137,6 @@ STAGED_FAULTS: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 class OneNumber:
-    """The same number for all records."""
-
     def __init__(self, source: UniformSource) -> None:
         self._source = source
 
@@ -185,9 +183,7 @@ def test_responses_from_sets_without_a_common_class_are_no_evidence(seed: int) -
 
 
 @pytest.mark.slow
-def test_loss_differences_that_are_not_clipped_jointly_are_found(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_differences_clipped_one_by_one_are_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, n clipped differences have up to sqrt(n) times the norm."""
 
     def one_by_one(found: Sequence[Differences], clip: float) -> list[Differences]:

@@ -43,13 +43,10 @@ def test_modules_release_what_is_accounted(kind: str, model: str, seed: int) -> 
 
 
 def _without_one(noise: list[Tensor]) -> list[Tensor]:
-    """No noise in the fourth parameter of a step."""
     return [own.zero_() if number == 3 else own for number, own in enumerate(noise)]
 
 
 class _Smaller(Wrapped):
-    """Noise of a share of its standard deviation."""
-
     def __init__(self, stream: NoiseStream, share: float) -> None:
         super().__init__(stream)
         self._share = share

@@ -124,9 +124,7 @@ def test_an_edited_audit_is_not_shown(plain: Path, plain_audit: Audit) -> None:
 
 
 @pytest.mark.slow
-def test_a_protected_run_stays_below_its_theorem_and_is_found_without_its_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_protected_run_stays_below_its_theorem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the run's own protection forgets its noise, and its theorem is refuted."""
     protected = trained(tmp_path, **PROTECTED)
     honest = audit_run(protected, data=data(), trials=200, seed=7)
@@ -143,9 +141,7 @@ def test_a_protected_run_stays_below_its_theorem_and_is_found_without_its_noise(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_the_difference_attack_finds_noise_that_is_too_weak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+def test_noise_too_weak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
     """Planted: a tenth of the noise. Without device noise the score is N(0 or 1, (z C / ||c||)^2)."""
     quiet = {"device": {"name": "gaussian", "noise": {"sigma": 0.0}}, "optimizer": {"name": optimizer}}
     run = trained(tmp_path, **PROTECTED, **quiet)

@@ -91,31 +91,25 @@ def used_twice(m: Any, x: Tensor) -> Tensor:
     return torch.cat([y.sin(), y * m.f(0.5 * x), y], dim=1)
 
 
+def weight(*shape: int) -> Callable[[], Parts]:
+    return lambda: {"w": nn.Parameter(draw(*shape))}
+
+
 IDS = ids(RECORDS, 3)
 RIGHT: dict[str, tuple[Any, ...]] = {  # a function, its parts and its arguments, if not a linear layer and X
     "rows put in outer order": (lambda m, x: in_memory(m, x).unflatten(0, (2, -1)).transpose(0, 1).flatten(1),),
     "ones for rows in any order": (in_outer_order(lambda x: torch.ones(3 * len(x), 1)),),
     "shape changed in place": (lambda m, x: m.f(x.clone().t_().t_().unsqueeze_(1).squeeze_(1)),),
-    "vector for a weight": (lambda m, x: functional.linear(x, m.w)[:, None], lambda: {"w": nn.Parameter(draw(4))}),
-    "padding from the end": (
-        lambda m, i: functional.embedding(i, m.w, padding_idx=-1), lambda: {"w": nn.Parameter(draw(5, 3))}, IDS,
-    ),
-    "tied and transposed": (
-        lambda m, i: m.e(i).mean(dim=1).tanh() @ m.e.weight.t(), lambda: {"e": nn.Embedding(5, 3)}, IDS,
-    ),
+    "vector for a weight": (lambda m, x: functional.linear(x, m.w)[:, None], weight(4)),
+    "padding from the end": (lambda m, i: functional.embedding(i, m.w, padding_idx=-1), weight(5, 3), IDS),
+    "tied": (lambda m, i: m.e(i).mean(dim=1).tanh() @ m.e.weight.t(), lambda: {"e": nn.Embedding(5, 3)}, IDS),
     "weights of each record": (
         lambda m, x: torch.bmm(m.f(x).view(-1, 3, 4), x[:, :, None]).flatten(1), lambda: {"f": nn.Linear(4, 12)},
     ),
-    "repeated letter of the batch": (
-        lambda m, x: torch.einsum("nk,nk,km->nm", x, x, m.w), lambda: {"w": nn.Parameter(draw(4, 3))}, 0.5 * X,
-    ),
-    "normalised weight": (
-        lambda m, x: m.f(x), lambda: {"f": nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))},
-    ),
+    "repeated letter of the batch": (lambda m, x: torch.einsum("nk,nk,km->nm", x, x, m.w), weight(4, 3), 0.5 * X),
+    "normalised weight": (lambda m, x: m.f(x), lambda: {"f": nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))}),
     "output used twice": (used_twice,),
-    "inverse of each record": (
-        lambda m, x: m.f(torch.linalg.inv_ex(x.view(-1, 2, 2) + 9 * torch.eye(2))[0].flatten(1)),
-    ),
+    "inverse": (lambda m, x: m.f(torch.linalg.inv_ex(x.view(-1, 2, 2) + 9 * torch.eye(2))[0].flatten(1)),),
     "windows of single records": (lambda m, x: m.f(x.flatten().unfold(0, 4, 4)),),
     "one mask for the batch": (lambda m, x: m.f(x * functional.dropout(torch.ones(4), 0.5)),),
     "branch within a record": (lambda m, x: m.f(torch.where((x > 1).any(dim=1, keepdim=True), 2 * x, x)),),
@@ -212,8 +206,6 @@ def splits(m: Any, x: Tensor) -> Tensor:
 
 
 def in_python(call: Callable[[Tensor, Callable[..., float]], object]) -> Callable[..., Tensor]:
-    """Has Python look at each number."""
-
     def forward(m: Any, x: Tensor) -> Tensor:
         seen: list[float] = []
         call(x.detach().clone(), lambda v, *_: (seen.append(v), v)[1])
@@ -382,9 +374,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "places that turn back": (lambda m, x: m.f(x[torch.arange(len(x)) % 40]), "index in Runs"),
     "places that overflow": (lambda m, x: m.f(x[torch.arange(len(x)).to(torch.int8).long()]), "index in Runs"),
     # numbers that depend on the batch's size in large batches only
-    "largest place, bounded below": (
-        lambda m, x: m.f(x * torch.arange(len(x)).max().clamp(min=40)), "clamp in Runs makes numbers",
-    ),
+    "place bounded below": (lambda m, x: m.f(x * torch.arange(len(x)).max().clamp(min=40)), "clamp in Runs makes"),
     "table at the batch's size": (lambda m, x: m.f(x * m.c[len(x) - 1]), "select in Runs", (X,), steps_table),
     "table in strides": (
         lambda m, x: m.f(x * m.c.as_strided((len(x), 1), (1, 1))), "as_strided in Runs makes numbers", (X,),
@@ -415,9 +405,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "refusal under another name": (lambda m, x: m.f(renames(x)), "item .* reads numbers"),
     "refusal caught": (catches(lambda m, x: m.f(x * (1 + float(x.max() > 1e3)))), "item .* reads numbers"),
     "refusal of a use caught": (catches(lambda m, x: m.f(x - x.mean(dim=0))), "mean in Runs reduces over"),
-    "refusal of numpy caught": (
-        catches(lambda m, x: m.f(x * (1 + int(x.detach().numpy().max() > 1e3)))), "numpy in Runs hands numbers",
-    ),
+    "numpy caught": (catches(lambda m, x: m.f(x * (1 + int(x.detach().numpy().max() > 1e3)))), "numpy in Runs hands"),
     "refusal caught in the backward pass": (lambda m, x: Doubles.apply(m.f(x)), "backward pass"),
     # memory and what outlasts a pass
     "parts of complex numbers": (imaginary, "mean in Runs reduces over the records"),
@@ -440,14 +428,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {  # see `case` for what is left out
     "complex weights": (
         spectral, "returns complex numbers", (X,), lambda: {"f": nn.Linear(4, 3), "w": nn.Parameter(draw(3, 2))},
     ),
-    "columns by torch.vmap": (
-        lambda m, x: m.f(torch.vmap(lambda c: c.sort().values, in_dims=1, out_dims=1)(x)), "sort in Runs",
-    ),
+    "columns by torch.vmap": (lambda m, x: m.f(torch.vmap(lambda c: c.sort().values, 1, 1)(x)), "sort in Runs"),
     "Fourier transform over the batch": (lambda m, x: m.f(torch.fft.fft(x, dim=0).real), "_fft_r2c in Runs"),
-    "sparse product": (
-        lambda m, x: m.f(torch.sparse.mm(torch.ones(len(x), len(x)).to_sparse(), x)),
-        "makes a sparse or nested tensor",
-    ),
+    "sparse product": (lambda m, x: m.f(torch.sparse.mm(torch.ones(len(x), len(x)).to_sparse(), x)), "makes a sparse"),
     "inverse with a check": (
         lambda m, x: m.f(torch.linalg.inv(x.view(-1, 2, 2)).flatten(1)),
         r"_linalg_check_errors in Runs.*torch\.linalg\.inv_ex",
@@ -481,7 +464,6 @@ PLANTED: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_fault_modules_without_rules_join_records(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is refused does what it is refused for."""
     function, _, args, parts = case(*REFUSED[name])
     PLANTED[name](monkeypatch)
     tape = RecordTape(Runs(function, **parts()), *(each[:3] for each in args))
@@ -535,9 +517,7 @@ TRUSTED: dict[str, tuple[Callable[..., Any], str]] = {
     "count": (by_count(), "a count of its calls"),
     "state of a generator": (by_state_of_a_generator, "a generator whose state is set to numbers of the batch"),
     "native memory": (by_native_memory, "native code that reads or changes the memory of tensors behind torch"),
-    "question": (
-        lambda m, x: m.f(x if active_tracker() else x - x.mean(dim=0)), "because it asks whether it is followed",
-    ),
+    "question": (lambda m, x: m.f(x if active_tracker() else x - x.mean(dim=0)), "because it asks whether it is"),
 }  # fmt: skip
 
 

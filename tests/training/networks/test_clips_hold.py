@@ -326,9 +326,8 @@ def test_no_record_adds_more_than_the_clip_in_the_geometry_of_public_features() 
     worst = 0.0
     for number, (deltas, inputs) in enumerate(records(network, 200)):
         clip = CLIPS[number % len(CLIPS)]
-        protection = AmplifiedLabels(
-            clip_norm=clip, floor=FLOOR, reference=public[0], equalise=False, **SILENT
-        )
+        options = {"floor": FLOOR, "reference": public[0], "equalise": False, **SILENT}
+        protection = AmplifiedLabels(clip_norm=clip, **options)
         protection.set_gradients([network.contributions(deltas, inputs)], public_inputs=public)
         worst = max(worst, whitened(protection, network, public) / clip)
     assert 0.5 < worst <= 1 + ROUNDING

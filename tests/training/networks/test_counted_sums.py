@@ -154,9 +154,7 @@ def test_layers_stay_within_it_on_this_machine(records: int) -> None:
         assert float((total - wanted).norm()) <= counted.error / 2 + records * 2.0**-24, kind
 
 
-def released_noise(
-    parts: list[Tensor], counted: CountedSums | None, monkeypatch: pytest.MonkeyPatch
-) -> tuple[float, list[Any]]:
+def released_noise(parts: list[Tensor], counted: CountedSums | None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The noise's standard deviation of a step, and the blocks in which its parts were added."""
     drawn: list[float] = []
     noise = noise_stream("release", None, "central-noise")

@@ -306,9 +306,7 @@ def signs(x: Tensor) -> Tensor:
     return (x[:, :2] > 0).long()
 
 
-def bags(
-    ids: Callable[[Tensor], Tensor], begin: Callable[[int], Tensor], **weights: Any
-) -> Callable[..., Tensor]:
+def bags(ids: Callable[[Tensor], Tensor], begin: Callable[[int], Tensor], **weights: Any) -> Any:
     """A model that adds bags of a table's rows, which begin where offsets say, to its inputs."""
 
     def forward(model: Any, x: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_parameters_follow_the_seed_and_no_global_state() -> None:
         ("resnet-small", (1, 8, 8), {"widths": [16, 8]}, "two numbers that do not fall"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_misfits_are_refused(
     name: str, shape: tuple[int, ...], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=message):

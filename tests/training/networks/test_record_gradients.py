@@ -24,10 +24,7 @@ from tests.support.record_models import CASES, Custom, features, make
 RECORDS = 6
 ROUNDING = 1e-5
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore:LSTM with projections"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:LSTM with")]
 
 
 def loss(output: Tensor) -> Tensor:
@@ -37,9 +34,7 @@ def loss(output: Tensor) -> Tensor:
     return (flat * weights).tanh().sum()
 
 
-def record(
-    tape: RecordTape, model: nn.Module, x: Tensor, of: Callable[[Tensor], Tensor] = loss
-) -> RecordTape:
+def record(tape: RecordTape, model: nn.Module, x: Tensor, of: Callable[..., Tensor] = loss) -> RecordTape:
     with tape.recording(len(x)):
         of(model(x)).backward()
     return tape
@@ -69,7 +64,6 @@ def norm(gradient: dict[str, Tensor]) -> float:
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative distance of two gradients."""
     return norm({name: found[name].double() - expected[name] for name in expected}) / norm(expected)
 
 
@@ -358,13 +352,11 @@ def test_mixed_precision_keeps_the_clip(name: str) -> None:
 
 
 def recorded(model: nn.Module, x: Tensor, signal: Tensor) -> RecordTape:
-    """A batch whose outputs receive the given gradient."""
     few = torch.randn(3, *x.shape[1:], generator=torch.Generator().manual_seed(1))
     return record(RecordTape(model, few), model, x, lambda y: (y * signal).sum())
 
 
 def signalled(name: str, records: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """A model, inputs and the gradients at its outputs."""
     model, shape = FORMED[name]
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(records, *shape, generator=generator)

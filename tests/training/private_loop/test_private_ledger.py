@@ -1,4 +1,4 @@
-"""The ledger of a private loop: paid before it is handed out, stopped by the budget, resumed, and killed anywhere.
+"""The ledger of a private loop: paid before it is handed out, stopped by the budget, resumed, forked and killed.
 
 Other accountants stand next to ours as a claim, and a large delta is told at the start.
 """
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +30,10 @@ from opusim.accounting.guarantee import LedgerCorrupt, NoGuarantee, Status
 from opusim.accounting.ledger import Ledger, read_ledger
 from opusim.training.cli.app import app
 from opusim.training.engine.steps import STEPS_PAID_AT_ONCE
+from opusim.training.errors import FolderBusy
 from opusim.training.private_loop.folder import enforcement, read_save, stated_loop
 from opusim.training.private_loop.loader import PrivateLoader
+from tests.support.forked import in_forked_process
 from tests.support.killing import skip_syncs, start_child
 from tests.support.packages import install
 from tests.support.private_loops import Parts, parts, private_loop, rewritten, run_epoch, unrecorded
@@ -46,7 +49,6 @@ def test_every_batch_is_paid_for_before_it_is_handed_out(tmp_path: Path) -> None
         for x, y in private.data_loader:
             assert steps_paid(tmp_path) >= private.step
             private.criterion(private.module(x), y).backward()
-            private.optimizer.step()
     assert steps_paid(tmp_path) == private.step == 10
 
 
@@ -90,9 +92,7 @@ def final(private: opusim.PrivateTraining) -> Tensor:
 
 @pytest.mark.parametrize("feedback", [False, True])
 @pytest.mark.parametrize("limit", [None, 4])
-def test_a_resumed_experiment_equals_an_uninterrupted_one(
-    tmp_path: Path, feedback: bool, limit: int | None
-) -> None:
+def test_a_resumed_experiment_repeats_a_whole_one(tmp_path: Path, feedback: bool, limit: int | None) -> None:
     def loop(name: str, **options: Any) -> opusim.PrivateTraining:
         given = with_dropout(feedback=feedback)
         return private_loop(tmp_path / name, given, max_physical_batch_size=limit, **options)
@@ -136,8 +136,8 @@ def test_steps_of_a_release_are_paid_again(tmp_path: Path) -> None:
 
 
 def test_every_command_names_missing_settings_and_a_loop_that_paid_nothing(tmp_path: Path) -> None:
-    with private_loop(tmp_path / "unpaid"):
-        pass
+    with private_loop(tmp_path / "unpaid") as private, pytest.raises(NoGuarantee, match="no step was paid"):
+        private.statement()
     with private_loop(tmp_path / "cut") as private:
         run_epoch(private, steps=1)
         private.save()
@@ -178,16 +178,19 @@ def test_folders_are_not_mixed_up(tmp_path: Path) -> None:
         opusim.load_run(tmp_path)
 
 
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in (folder / "ledger.jsonl", folder / "ledger.head")}
+
+
 def test_an_older_ledger_is_refused(tmp_path: Path) -> None:
-    files = ("ledger.jsonl", "ledger.head")
     with private_loop(tmp_path) as private:
         run_epoch(private, steps=1)
-        older = {name: (tmp_path / name).read_bytes() for name in files}
+        older = contents(tmp_path)
         run_epoch(private)
         run_epoch(private)
         private.save()
-    for name, content in older.items():
-        (tmp_path / name).write_bytes(content)
+    for file, content in older.items():
+        file.write_bytes(content)
     with pytest.raises(opusim.accounting.LedgerCorrupt, match="this is an older ledger"):
         private_loop(tmp_path, resume=True)
 
@@ -206,8 +209,8 @@ class PaysLate(PrivateLoader):
         return True
 
 
-def in_mode(folder: Path, mode: str, **options: Any) -> opusim.PrivateTraining:
-    return private_loop(folder, mode=mode, seed=None if mode == "release" else 3, **options)
+def in_mode(folder: Path, mode: str, given: Parts | None = None, **options: Any) -> opusim.PrivateTraining:
+    return private_loop(folder, given, mode=mode, seed=None if mode == "release" else 3, **options)
 
 
 def endless(folder: Path, log: Path, mode: str) -> None:
@@ -247,14 +250,10 @@ def kill_at_random(folder: Path, mode: str, kills: int) -> tuple[list[int], list
     return used, paid
 
 
-@pytest.mark.parametrize(
-    ("mode", "kills"),
-    [
-        ("release", 3),
-        pytest.param("release", 20, marks=pytest.mark.slow),
-        pytest.param("experiment", 20, marks=pytest.mark.slow),
-    ],
-)
+NIGHTLY = [pytest.param(mode, 20, marks=pytest.mark.slow) for mode in ("release", "experiment")]
+
+
+@pytest.mark.parametrize(("mode", "kills"), [("release", 3), *NIGHTLY])
 def test_a_killed_loop_never_used_more_than_it_paid(tmp_path: Path, mode: str, kills: int) -> None:
     used, paid = kill_at_random(tmp_path, mode, kills)
     assert used[0] > 0
@@ -269,6 +268,71 @@ def test_a_loop_that_pays_late_is_found(tmp_path: Path, monkeypatch: pytest.Monk
         if any(took > covered for took, covered in zip(used, paid, strict=True)):
             return
     pytest.fail("the planted fault was not found")
+
+
+# Forks: the child neither trains, pays nor saves, and the loop is as if it were not there
+
+
+MODES = pytest.mark.parametrize("mode", ["experiment", "release"])
+OTHER = "RuntimeError: the private loop belongs to process"
+
+
+@MODES
+def test_parent_and_child_do_not_take_the_same_step(tmp_path: Path, mode: str) -> None:
+    private = in_mode(tmp_path, mode)
+    batches = iter(private.data_loader)
+    for _ in range(2):
+        assert in_forked_process(lambda: next(batches)).startswith(OTHER)
+        x, y = next(batches)
+        private.criterion(private.module(x), y).backward()
+    private.close()
+
+
+def test_a_child_does_not_release_the_batch_at_hand_again(tmp_path: Path) -> None:
+    private = in_mode(tmp_path, "release")
+    module, optimizer, criterion, loader = private
+    for number, (x, y) in enumerate(loader):
+        loss = criterion(module(x), y)
+
+        def backward(loss: Tensor = loss) -> object:
+            loss.backward()
+            return [p.grad for p in module.parameters()]
+
+        if number < 2:
+            assert in_forked_process(backward).startswith(OTHER)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert private.step == len(loader)
+    private.close()
+    assert steps_paid(tmp_path) == len(loader)
+
+
+def test_a_child_that_saves_or_closes_leaves_the_loop_as_it_is(tmp_path: Path) -> None:
+    private = in_mode(tmp_path, "experiment")
+    run_epoch(private, steps=2)
+    private.save("parent")
+    kept = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    works: list[Callable[[], object]] = [lambda: private.save("child"), lambda: run_epoch(private)]
+    for work in works:
+        assert in_forked_process(work).startswith(OTHER)
+    assert in_forked_process(lambda: (private.epsilon, private.close())[1]) == "None"
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == kept
+    with pytest.raises(FolderBusy, match="close what holds it"):
+        in_mode(tmp_path, "experiment")
+    run_epoch(private)
+    private.close()
+    assert steps_paid(tmp_path) == 5
+
+
+@pytest.mark.slow
+@MODES
+def test_workers_of_the_loader_may_be_forked(tmp_path: Path, mode: str) -> None:
+    given = parts(num_workers=2, multiprocessing_context="fork")
+    with in_mode(tmp_path, mode, given) as private:
+        run_epoch(private)
+        run_epoch(private)
+        assert private.step == 10
 
 
 # What a folder says that its loop checked
@@ -294,8 +358,10 @@ def test_a_folder_states_what_its_loop_states(tmp_path: Path) -> None:
         for place in (tmp_path / name, tmp_path / name / "ledger.jsonl"):
             shown = CliRunner().invoke(app, ["account", "run", str(place), "--json"])
             assert json.loads(shown.output) == json.loads(json.dumps(own.to_json()))
-        page = CliRunner().invoke(app, ["report", str(tmp_path / name)]).output.strip()
-        assert f"{own.guarantees[0].epsilon:.3f}" in Path(page).read_text()
+        page = Path(CliRunner().invoke(app, ["report", str(tmp_path / name)]).output.strip()).read_text()
+        for text in (f"{own.guarantees[0].epsilon:.3f}", "steps paid for", "max_grad_norm", "zero_out"):
+            assert text in page, text
+        assert "Repeat this run" not in page
         assert len(checked(own)) >= 7
         assert own.ledger.enforced_by == (f"make_private of opusim {version('opusim')}",)
         assert "repeats no check" in own.ledger.record
@@ -341,8 +407,7 @@ def test_a_forged_record_is_refused_or_not_counted(tmp_path: Path) -> None:
         kept = checked(private.statement())
         trusted = private.statement().guarantees[0].assumptions[-1].text
         private.save()
-    file = tmp_path / "ledger.jsonl"
-    whole = {path: path.read_bytes() for path in (file, file.with_suffix(".head"))}
+    file, whole = tmp_path / "ledger.jsonl", contents(tmp_path)
 
     def claims_more(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         entries[0]["enforcement"]["hypotheses"].append(trusted)
@@ -365,11 +430,6 @@ def test_a_forged_record_is_refused_or_not_counted(tmp_path: Path) -> None:
     assert checked(stated_loop(tmp_path)) == kept
 
 
-def test_no_statement_before_the_first_step(tmp_path: Path) -> None:
-    with private_loop(tmp_path) as private, pytest.raises(NoGuarantee, match="no step was paid for yet"):
-        private.statement()
-
-
 def test_noise_and_batches_of_a_release_come_from_the_system(tmp_path: Path) -> None:
     found = []
     for name in "ab":
@@ -388,7 +448,7 @@ GROUP = "opusim.accountants"
 
 
 @pytest.mark.parametrize("relation", [pytest.param("zero_out", marks=pytest.mark.slow), "add_or_remove_one"])
-def test_the_documented_accountant_agrees(
+def test_a_documented_accountant_agrees(
     relation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("dp_accounting")
@@ -417,17 +477,14 @@ class Halved:
         assert one["kind"] == "record_central" and one["steps"] == 5 and delta == 1e-5
         return 1e-3
 
-class Endless(Halved):
-    def epsilon(self, mechanisms, *, delta):
-        return math.inf
+class Endless:
+    epsilon = lambda self, mechanisms, *, delta: math.inf
 
-class Negative(Halved):
-    def epsilon(self, mechanisms, *, delta):
-        return -1.0
+class Negative:
+    epsilon = lambda self, mechanisms, *, delta: -1.0
 
-class Broken(Halved):
-    def epsilon(self, mechanisms, *, delta):
-        raise KeyError("no such kind")
+class Broken:
+    epsilon = lambda self, mechanisms, *, delta: {}["no such kind"]
 
 class Unbuilt(Halved):
     def __init__(self):
@@ -440,8 +497,8 @@ class Empty:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {name.lower(): f"other_lab:{name}" for name in ("Halved", "Endless", "Negative", "Broken")}
-    names |= {"unbuilt": "other_lab:Unbuilt", "empty": "other_lab:Empty"}
+    kinds = ("Halved", "Endless", "Negative", "Broken", "Unbuilt", "Empty")
+    names = {name.lower(): f"other_lab:{name}" for name in kinds}
     install(monkeypatch, tmp_path / "packages", "other_lab", GROUP, names, SOURCE)
 
 
@@ -525,9 +582,7 @@ POISSON = {"scheme": "poisson"}
         ("protection.epsilon = 200: Epsilon is above 10", {"epsilon": 200.0}, POISSON, 1),
     ],
 )
-def test_a_run_warns_once(
-    tmp_path: Path, about: str, protection: dict[str, Any], sampler: dict[str, Any], count: int
-) -> None:
+def test_a_run_warns_once(tmp_path: Path, about: str, protection: Any, sampler: Any, count: int) -> None:
     own = {"kind": "record", "noise_multiplier": 1.0, **protection}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

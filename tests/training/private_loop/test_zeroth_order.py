@@ -1,5 +1,6 @@
 """A private loop whose optimizer is `ZerothOrder`: the steps of `opusim train zo`, paid for, stated and resumed."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -46,14 +47,10 @@ def losses_of(private: opusim.PrivateTraining) -> Losses:
 
 
 def run(private: opusim.PrivateTraining, steps: int) -> Tensor:
-    """Train so many steps; return the parameters."""
-    losses, optimizer = losses_of(private), private.optimizer
-    while steps:
-        for batch in private.data_loader:
+    losses, optimizer, last = losses_of(private), private.optimizer, private.step + steps
+    while private.step < last:
+        for batch in itertools.islice(private.data_loader, last - private.step):
             optimizer.step(losses, *batch)
-            steps -= 1
-            if not steps:
-                break
     return flat(private.module)
 
 
@@ -130,11 +127,10 @@ def test_a_record_moves_the_sums_of_a_step_by_at_most_the_clip(tmp_path: Path, f
     by more. Steps without the record are as they were."""
     changed = {}
     for fault in (False, True):
-        found = [
-            sums_until_record_0(tmp_path / f"{fault}-{scaled}", scaled=scaled, fixed=fixed, fault=fault)
-            for scaled in (1.0, 1e3)
-        ]
-        changed[fault] = (found[0] - found[1]).norm(dim=1)
+        options = {"fixed": fixed, "fault": fault}
+        plain = sums_until_record_0(tmp_path / f"{fault}", scaled=1.0, **options)
+        huge = sums_until_record_0(tmp_path / f"{fault}, huge", scaled=1e3, **options)
+        changed[fault] = (plain - huge).norm(dim=1)
         assert bool((changed[fault][:-1] < 1e-6).all())
     assert 0.1 * CLIP < float(changed[False][-1]) <= 2 * CLIP + 1e-6
     assert float(changed[True][-1]) > 4 * CLIP
@@ -172,12 +168,10 @@ def test_batches_of_a_step_add_up(tmp_path: Path) -> None:
     private = loop_of(tmp_path / "loop")
     losses, optimizer, sums = losses_of(private), private.optimizer, list[Tensor]()
     before = flat(private.module)
-    for number, batch in enumerate(private.data_loader):
+    for batch in itertools.islice(private.data_loader, 2):
         optimizer.zero_grad()
         optimizer.measure(losses, *batch)
         sums.append(optimizer._sums.clone())
-        if number == 1:
-            break
     optimizer.zero_grad()
     for each in sums:
         optimizer.add(each, 12)
@@ -315,17 +309,16 @@ def test_a_group_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="user_ids: ZerothOrder protects single records"):
-        loop_of(tmp_path / "users", user_ids=[1] * 60, records_per_user=2)
-    with pytest.raises(ValueError, match="clips a record's loss differences jointly"):
-        loop_of(tmp_path / "clip", clipping="automatic")
-    _, _, criterion, loader = parts()
-    other = ZerothOrder(network(), lr=0.1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"user_ids": [1] * 60, "records_per_user": 2}, "user_ids: ZerothOrder protects single records"),
+        ({"clipping": "automatic"}, "clips a record's loss differences jointly"),
+        ({"model": nn.Sequential(nn.Linear(8, 3), nn.Softmax(dim=0))}, "mixes"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            loop_of(tmp_path, **options)
     with pytest.raises(ValueError, match="is a ZerothOrder of another module"):
-        private_loop(tmp_path / "other", (network(), other, criterion, loader))
-    mixing = nn.Sequential(nn.Linear(8, 3), nn.Softmax(dim=0))
-    with pytest.raises(ValueError, match="mixes"):
-        loop_of(tmp_path / "mixing", model=mixing)
+        private_loop(tmp_path, (network(), ZerothOrder(network(), lr=0.1), *parts()[2:]))
 
 
 def test_losses_that_are_not_finite_count_as_the_bound(tmp_path: Path) -> None:

@@ -65,18 +65,15 @@ def summary(name: str, folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run = opusim.train(SHORT | MLP | RUNS[name], folder=folder / name)
-    flat = np.concatenate(
-        [np.ravel(t.numpy()).astype(np.float64) for _, t in sorted(run.model.state_dict().items())]
-    )
+    tensors = [np.ravel(t.numpy()) for _, t in sorted(run.model.state_dict().items())]
+    flat = np.concatenate(tensors).astype(np.float64)
     vector = np.random.default_rng(7).standard_normal(len(flat))
     ledger = run.folder.read_ledger()
     kinds = json.dumps([one.kind for one in ledger.mechanisms] + [len(ledger.payments)])
     return {
-        "size": len(flat),
-        "norm": float(np.linalg.norm(flat)),
-        "product": float(flat @ vector),
+        "size": len(flat), "norm": float(np.linalg.norm(flat)), "product": float(flat @ vector),
         "ledger": hashlib.sha256(kinds.encode()).hexdigest()[:16],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -6,10 +6,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from opusim.training.cli import main
+from tests.support.shared_checks import with_marks
 
 CODE = """
 import signal
@@ -26,12 +28,11 @@ signal.signal = told
 cli.main()
 """
 """Says when `main` has taken Ctrl-C over; before that it is Python's."""
+NIGHTLY = (0.1, 0.2, 0.7, 1.0)
 COMMAND = ["train", "bp", "--data", "digits", "--epochs", "100000", "--quiet", "--out", "run"]
 
 
-@pytest.mark.parametrize(
-    "delay", [0.0, 0.4, 1.5, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0.1, 0.2, 0.7, 1.0))]
-)
+@pytest.mark.parametrize("delay", [0.0, 0.4, 1.5, *with_marks(NIGHTLY, NIGHTLY)])
 def test_ctrl_c_at_the_start_is_one_line(tmp_path: Path, delay: float) -> None:
     settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     process = subprocess.Popen(
@@ -56,9 +57,7 @@ def test_the_signal_comes_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_too_many_threads_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_threads_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """torch ends in a segmentation fault where the system gives it no more threads."""
     monkeypatch.setattr(sys, "argv", ["opusim", *COMMAND, "--set", "threads=100000"])
     monkeypatch.chdir(tmp_path)

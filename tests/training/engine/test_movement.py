@@ -32,10 +32,8 @@ class PutBack(opusim.Callback):
 @pytest.mark.parametrize("kind", ["zo", "dfa"])
 def test_a_run_names_what_rests(tmp_path: Path, kind: str) -> None:
     config = {**CONFIG, "trainer": {"kind": kind}}
-    opusim.train(
-        config, data=DATA, model=nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), folder=tmp_path / "1",
-    )  # fmt: skip
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    moving, model = (nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)) for _ in range(2))
+    opusim.train(config, data=DATA, model=moving, folder=tmp_path / "1")
     planted = PutBack(model[2].bias.detach())
     with pytest.warns(UserWarning, match=r"^after 16 steps, 1 of 4 trained tensors have not moved: 2\.bias"):
         opusim.train(config, data=DATA, model=model, folder=tmp_path / "2", callbacks=[planted])

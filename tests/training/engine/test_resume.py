@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from opusim.training.errors import RunFolderError, RunInterrupted
 from opusim.training.runs.checkpoints import list_checkpoints
 from opusim.training.runs.folder import RunFolder
 from tests.support.run_folders import equal, newest, require_resumed_alike
+from tests.support.shared_checks import with_marks
 
 ROOT = Path(__file__).parents[3]
 CONFIG = {
@@ -34,9 +36,7 @@ def stopped(tmp_path: Path, ctrl_c_at: type) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "trainer", ["pdfa", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ulr", "zo"))]
-)
+@pytest.mark.parametrize("trainer", with_marks(["pdfa", "ulr", "zo"], ["ulr", "zo"]))
 def test_sigkill_at_every_touch_of_the_disk(tmp_path: Path, trainer: str) -> None:
     command = [sys.executable, "-m", "tests.support.kill_harness", str(tmp_path), trainer]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
@@ -59,9 +59,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path: Path, kind: str, optimizer: 
     assert one.read_bytes() == other.read_bytes()
 
 
-def test_planted_unkeyed_noise_is_found(
-    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_unkeyed_noise_is_found(tmp_path: Path, ctrl_c_at: type, monkeypatch: Any) -> None:
     """If noise did not follow the step, a resumed run would differ."""
     monkeypatch.setattr("opusim.randomness.streams.SeededStream.seek", lambda self, step: None)
     with pytest.raises(AssertionError):
@@ -91,10 +89,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path: Path,
     last = list_checkpoints(tmp_path / "broken" / "checkpoints")[-1]
     content = bytearray(last.read_bytes())
     content[-3] ^= 1
-    for damaged, message in (
-        (content, "damaged.*delete it to"),
-        (content[:100], "not a readable.*delete it"),
-    ):
+    for damaged, message in (content, "damaged.*delete it to"), (content[:100], "not a readable.*delete"):
         last.write_bytes(damaged)
         with pytest.raises(RunFolderError, match=message):
             training.train(data=DATA, folder=tmp_path / "broken", resume=True)
@@ -110,15 +105,16 @@ def test_a_folder_has_one_writer(tmp_path: Path) -> None:
 
 
 def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
-    training.train(CONFIG, data=DATA, folder=tmp_path)
-    with pytest.raises(RunFolderError, match="already holds a finished run"):
-        training.train(CONFIG, data=DATA, folder=tmp_path)
+    training.train(CONFIG, data=DATA, folder=tmp_path / "run")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    used, others = "already holds a finished run", "holds other files .metrics.jsonl"
+    for folder, message in (("run", used), ("", others)):
+        with pytest.raises(RunFolderError, match=message):
+            training.train(CONFIG, data=DATA, folder=tmp_path / folder)
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_run_begun_before_a_key_was_there_names_key_and_version(
-    tmp_path: Path, ctrl_c_at: type, mode: str, reseal: Callable[[Path], None]
-) -> None:
+def test_a_key_that_a_run_lacks_is_named(tmp_path: Path, ctrl_c_at: type, mode: str, reseal: Any) -> None:
     with pytest.raises(RunInterrupted):
         training.train({**CONFIG, "mode": mode}, data=DATA, folder=tmp_path, watcher=ctrl_c_at(2))
     path = tmp_path / "config.json"
@@ -143,12 +139,6 @@ def test_other_versions_give_warning(stopped: Path, reseal: Callable[[Path], Non
     reseal(stopped)
     with pytest.warns(UserWarning, match="other versions of torch"):
         training.train(data=DATA, folder=stopped, resume=True)
-
-
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(RunFolderError, match="holds other files .metrics.jsonl"):
-        training.train(CONFIG, data=DATA, folder=tmp_path)
 
 
 def test_the_device_file_is_not_needed_again(tmp_path: Path, ctrl_c_at: type) -> None:

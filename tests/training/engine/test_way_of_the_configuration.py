@@ -24,11 +24,8 @@ def takes_a_run(frame: FrameType) -> bool:
     """Whether a call takes a configuration or a plan as an argument; the object that a method belongs to is none."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    return any(
-        isinstance(frame.f_locals.get(name), RunConfig | RunPlan)
-        for name in names
-        if name not in ("self", "cls")
-    )
+    own = [frame.f_locals.get(name) for name in names if name not in ("self", "cls")]
+    return any(isinstance(value, RunConfig | RunPlan) for value in own)
 
 
 @pytest.mark.parametrize("kind", ["bp", "pdfa", "zo"])

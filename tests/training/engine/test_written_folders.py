@@ -6,9 +6,7 @@ are written anew, only if a format gets a new version, by
     PYTHONPATH=. python tests/training/engine/test_written_folders.py
 """
 
-import os
 import shutil
-import signal
 import tempfile
 import warnings
 from contextlib import suppress
@@ -26,6 +24,7 @@ from opusim.errors import ConfigError
 from opusim.training.errors import RunInterrupted
 from opusim.training.reports.run_report import write_report
 from tests.support.private_loops import parts, private_loop, run_epoch
+from tests.training.conftest import CtrlCAt
 
 WRITTEN = Path(__file__).with_name("written")
 LEFT_OUT = shutil.ignore_patterns("lock", "timing.jsonl")
@@ -36,33 +35,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Interrupting(opusim.Callback):
-    """Presses Ctrl-C after the fifth step."""
-
-    def on_step(self, *, step: int) -> None:
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def data() -> tuple[np.ndarray, np.ndarray]:
     return np.random.default_rng(0).normal(size=(24, 4)), np.arange(24) % 3
 
 
 def vector(module: torch.nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def begin_run(folder: Path) -> None:
-    with suppress(RunInterrupted):
-        opusim.train(CONFIG, data=data(), folder=folder, callbacks=[Interrupting()])
-
-
-def begin_loop(folder: Path) -> None:
-    with private_loop(folder, parts()) as private:
-        run_epoch(private)
-        run_epoch(private, steps=2)
-        private.save({"note": [1, np.float32(0.5)]})
-        run_epoch(private, steps=1)
 
 
 def test_a_run_is_resumed(tmp_path: Path) -> None:
@@ -109,9 +87,16 @@ def test_a_run_of_a_dropped_kind_is_read_and_not_resumed(tmp_path: Path) -> None
 def main() -> None:
     """Write the folders of kinds that there are."""
     with tempfile.TemporaryDirectory() as place:
-        for name, begin in (("run", begin_run), ("loop", begin_loop)):
-            begin(Path(place, name))
-            shutil.copytree(Path(place, name), WRITTEN / name, ignore=LEFT_OUT, dirs_exist_ok=True)
+        run, loop = Path(place, "run"), Path(place, "loop")
+        with suppress(RunInterrupted):
+            opusim.train(CONFIG, data=data(), folder=run, callbacks=[CtrlCAt(5)])
+        with private_loop(loop, parts()) as private:
+            run_epoch(private)
+            run_epoch(private, steps=2)
+            private.save({"note": [1, np.float32(0.5)]})
+            run_epoch(private, steps=1)
+        for folder in (run, loop):
+            shutil.copytree(folder, WRITTEN / folder.name, ignore=LEFT_OUT, dirs_exist_ok=True)
 
 
 if __name__ == "__main__":

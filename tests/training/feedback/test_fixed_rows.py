@@ -1,5 +1,6 @@
 """Fixed physical batches in `opusim train`: the same rows in every step, weight zero for those that only fill."""
 
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,11 +23,8 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"lr": 0.5}, "protection": {"kind": "record", "noise_multiplier": 1e-6, "delta": 1e-5},
 }  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {"bp": {}, "dfa": {}, "tdfa": {}, "pdfa": {"device": {"name": "gaussian"}}}
-
-
-def data(n: int = 300) -> tuple[np.ndarray, np.ndarray]:
-    x = np.random.default_rng(0).normal(size=(n, 12)).astype(np.float32)
-    return x, (x[:, 0] > 0).astype(int) + (x[:, 1] > 0)
+X = np.random.default_rng(0).normal(size=(300, 12)).astype(np.float32)
+DATA = X, (X[:, 0] > 0).astype(int) + (X[:, 1] > 0)
 
 
 def module() -> nn.Module:
@@ -34,14 +32,10 @@ def module() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 3))
 
 
-def trained(
-    folder: Path, *changes: dict[str, Any], fixed: bool | None, model: nn.Module | None = None
-) -> opusim.Run:
-    config = merged(CONFIG, {"protection": {"fixed_batches": fixed}})
-    config = config if model is not None else merged(config, {"model": {"hidden": [16]}})
-    for change in changes:
-        config = merged(config, change)
-    return opusim.train(config, data=data(), folder=folder, model=model)
+def trained(folder: Path, *changes: dict[str, Any], fixed: bool | None, model: Any = None) -> opusim.Run:
+    built = {} if model is not None else {"model": {"hidden": [16]}}
+    config = reduce(merged, (CONFIG, {"protection": {"fixed_batches": fixed}}, built, *changes))
+    return opusim.train(config, data=DATA, folder=folder, model=model)
 
 
 def parameters(run: opusim.Run) -> Tensor:
@@ -70,40 +64,27 @@ def test_rows_that_fill_would_be_learnt_without_their_weight(tmp_path: Path) -> 
 
 def rows_of(folder: Path, *changes: dict[str, Any], fixed: bool | None) -> set[int]:
     """The rows that the steps of a run of bp ran."""
-    seen, learn = set(), ClosedForm.learn
-
-    def counted(self: ClosedForm, batch: Any) -> Any:
-        seen.add(len(batch.x))
-        return learn(self, batch)
-
-    with patch.object(ClosedForm, "learn", counted):
+    with patch.object(ClosedForm, "learn", autospec=True, side_effect=ClosedForm.learn) as learn:
         trained(folder, {"trainer": {"kind": "bp"}}, *changes, fixed=fixed)
-    return seen
+    return {len(call.args[1].x) for call in learn.call_args_list}
 
 
 def test_every_step_runs_one_public_number_of_rows(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "drawn", fixed=None)) > 1  # too few records for it to be the default
     assert rows_of(tmp_path / "fixed", fixed=True) == {int(stats.binom(N, BATCH / N).isf(OVERFLOW))}
-    private = {
-        "protection": {"relation": "add_or_remove_one"},
-        "sampler": {"sampling_probability": 0.1, "batch_size": 20},
-    }
+    private = {"protection": {"relation": "add_or_remove_one"}}
+    private["sampler"] = {"sampling_probability": 0.1, "batch_size": 20}
     hidden = merged(private, {"data": {"split": "content"}, "protection": {"divisor": 20.0}})
     rows = rows_of(tmp_path / "private", hidden, fixed=True)
     assert rows == {int(stats.poisson(20).isf(OVERFLOW))}
-
-
-def test_a_step_without_records_runs_as_many(tmp_path: Path) -> None:
     rare = {"sampler": {"batch_size": 4}}  # no record in one step of 55
-    assert 0 in rows_of(tmp_path / "drawn", rare, fixed=False)
-    assert len(rows_of(tmp_path / "fixed", rare, fixed=True)) == 1
+    assert 0 in rows_of(tmp_path / "rare", rare, fixed=False)
+    assert len(rows_of(tmp_path / "filled", rare, fixed=True)) == 1
 
 
 @pytest.mark.parametrize("kind", ["zo", "ulr"])
 def test_trainers_that_fill_no_batches_refuse_it_by_name(tmp_path: Path, kind: str) -> None:
-    with pytest.raises(
-        opusim.ConfigError, match=f"protection.fixed_batches: True is for bp.*'{kind}'.*leave"
-    ):
+    with pytest.raises(opusim.ConfigError, match=f"fixed_batches: True is for bp.*'{kind}'.*leave"):
         trained(tmp_path / "run", {"trainer": {"kind": kind}}, fixed=True)
 
 

@@ -12,6 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from opusim import FeedbackAlignment, open_device
 from tests.support import feedback_ranks
+from tests.support.record_models import Custom
+from tests.support.shared_checks import with_marks
 
 ROOT = Path(__file__).parents[3]
 WIDTH, CLASSES = 6, 3
@@ -19,18 +21,14 @@ x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
 y = torch.arange(8) % CLASSES
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.norm(h + self.linear(h).tanh())
+def block() -> nn.Module:
+    parts = {"linear": nn.Linear(WIDTH, WIDTH), "norm": nn.LayerNorm(WIDTH)}
+    return Custom(lambda m, h: m.norm(h + m.linear(h).tanh()), **parts)
 
 
 def new_net() -> nn.Sequential:
     torch.manual_seed(2)
-    return nn.Sequential(Block(), Block(), Block(), nn.Linear(WIDTH, CLASSES))
+    return nn.Sequential(block(), block(), block(), nn.Linear(WIDTH, CLASSES))
 
 
 def new_model(sigma: float = 0.3) -> FeedbackAlignment:
@@ -56,12 +54,7 @@ def close(first: list[Tensor], second: list[Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs)
 
 
-# torch.compile
-
-
-@pytest.mark.parametrize(
-    "part", [*(pytest.param(part, marks=pytest.mark.slow) for part in ("whole", "model")), "blocks"]
-)
+@pytest.mark.parametrize("part", with_marks(["whole", "model", "blocks"], ["whole", "model"]))
 def test_compiled_models_learn_the_same(part: str) -> None:
     """Noise and steps too; `aot_eager` traces as `inductor` does, without a C++ compiler."""
     torch.compiler.reset()
@@ -86,9 +79,6 @@ def test_a_whole_graph_is_refused() -> None:
         torch.compile(new_model(), backend="eager", fullgraph=True)(x)
 
 
-# Several processes
-
-
 @pytest.mark.slow
 def test_processes_average_their_gradients_and_stay_equal(tmp_path: Path) -> None:
     call = [sys.executable, "-m", "tests.support.feedback_ranks", str(tmp_path)]
@@ -107,9 +97,6 @@ def test_replicas_in_threads_are_refused() -> None:
         replica(x)
 
 
-# Mixed precision
-
-
 def test_autocast_and_a_gradient_scaler_keep_the_gradients() -> None:
     plain, model = new_model(), new_model()
     cross_entropy(plain(x), y).backward()
@@ -120,12 +107,8 @@ def test_autocast_and_a_gradient_scaler_keep_the_gradients() -> None:
     scaler.unscale_(optimizer)
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.dtype == p.grad.dtype == torch.float32
-        assert (
-            torch.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0) > 0.98
-        )  # eight bits of mantissa
-
-
-# Functions of parameters
+        cosine = torch.cosine_similarity(p.grad.flatten(), q.grad.flatten(), dim=0)
+        assert cosine > 0.98  # eight bits of mantissa
 
 
 def test_function_transforms_are_refused() -> None:
@@ -147,9 +130,8 @@ def test_opacus_finds_the_gradient_of_every_record() -> None:
     for record in range(len(x)):
         single = new_model(sigma=0.0)
         cross_entropy(single(x[record : record + 1]), y[record : record + 1]).backward()
-        assert close(
-            [p.grad_sample[record] for p in model.parameters()], [p.grad for p in single.parameters()]
-        )
+        samples = [p.grad_sample[record] for p in model.parameters()]
+        assert close(samples, [p.grad for p in single.parameters()])
 
 
 def test_functional_calls_have_the_same_gradients() -> None:

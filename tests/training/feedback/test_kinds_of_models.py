@@ -1,9 +1,8 @@
 """Train a model of each kind through a noisy device, against the control in which only its top learns."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,12 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from opusim import FeedbackAlignment, open_device
 from opusim.training.feedback.projection import DeviceProjection
+from tests.support.record_models import Custom
 
 SIDE, CLASSES, WIDTH = 8, 10, 16
 N_TRAIN, BATCH, SIGMA = 1200, 64, 0.5
-
-
-# Parts
 
 
 class Subclass(nn.Module):
@@ -49,15 +46,10 @@ class OwnForward(nn.Module):
         return {"logits": self.head(self.mixed(h).tanh()) * scale, "width": h.shape[1]}
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """A GRU over a digit's rows; its point lies on the outputs of all rows, of which the head reads the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.head = nn.GRU(SIDE, WIDTH, batch_first=True), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.gru(x.view(-1, SIDE, SIDE))[0][:, -1])
+    parts = {"gru": nn.GRU(SIDE, WIDTH, batch_first=True), "head": nn.Linear(WIDTH, CLASSES)}
+    return Custom(lambda m, x: m.head(m.gru(x.view(-1, SIDE, SIDE))[0][:, -1]), **parts)
 
 
 def convolutional() -> nn.Sequential:
@@ -67,26 +59,19 @@ def convolutional() -> nn.Sequential:
     )  # fmt: skip
 
 
-# The table
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A model, what it is trained on, and its feedback points."""
+class Case(NamedTuple):
+    """A model, its feedback points, and whether it takes a keyword and returns a mapping."""
 
     build: Callable[[], nn.Module]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = {}
     by_name: bool = False
-    """Whether the model takes a keyword and returns a mapping."""
 
 
 CASES = {
-    "module subclass": Case(build=Subclass),
-    "Conv2d": Case(build=convolutional, options={"spread": "full"}),
-    "GRU": Case(build=Recurrent, options={"points": "gru"}),
-    "own forward": Case(
-        build=OwnForward, options={"points": ["left", "right", "mixed"], "error_at": "head"}, by_name=True
-    ),
+    "module subclass": Case(Subclass),
+    "Conv2d": Case(convolutional, {"spread": "full"}),
+    "GRU": Case(recurrent, {"points": "gru"}),
+    "own forward": Case(OwnForward, {"points": ["left", "right", "mixed"], "error_at": "head"}, by_name=True),
 }
 
 
@@ -95,8 +80,7 @@ def records() -> tuple[Tensor, Tensor]:
     """Digits and their classes."""
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    pixels = torch.tensor(digits.data, dtype=torch.float32)[order]
-    return pixels / 16, torch.tensor(digits.target)[order]
+    return torch.tensor(digits.data, dtype=torch.float32)[order] / 16, torch.tensor(digits.target)[order]
 
 
 def losses(case: Case, model: nn.Module, rows: Tensor | slice) -> Tensor:
@@ -106,21 +90,14 @@ def losses(case: Case, model: nn.Module, rows: Tensor | slice) -> Tensor:
 
 
 def held_out_losses(case: Case, *, seed: int, learns: bool = True) -> Tensor:
-    """Train on the first records and return the loss of each of the others.
-
-    Args:
-        case: The model.
-        seed: Seed of the initial weights, the batches and the device's noise.
-        learns: Whether feedback reaches the points; False is the control.
-    """
+    """Train on the first records and return the loss of each of the others; a control has no feedback."""
     torch.manual_seed(seed)
     model = FeedbackAlignment(case.build(), gain=float(learns), **case.options)
     if learns:
         x = records()[0][:2]
         n_inputs, n_outputs = model.shape(pixels=x) if case.by_name else model.shape(x)
-        model.noisy_device = open_device(
-            "gaussian", n_inputs=n_inputs, n_outputs=n_outputs, seed=seed, noise={"sigma": SIGMA}
-        )
+        options = {"n_inputs": n_inputs, "n_outputs": n_outputs, "seed": seed}
+        model.noisy_device = open_device("gaussian", **options, noise={"sigma": SIGMA})
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(60):
         optimizer.zero_grad()

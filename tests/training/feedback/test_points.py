@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -17,34 +18,20 @@ SEED = 20210603
 N, P, C, CLASSES = 3, 5, 8, 4
 
 
-class Leaf(nn.Module):
+def leaf(*shape: int) -> nn.Module:
     """Returns its parameter, whose gradient is then what the point receives."""
-
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.randn(shape))
-
-    def forward(self) -> Tensor:
-        return self.values.clone()
+    return Custom(lambda m: m.values.clone(), values=nn.Parameter(torch.randn(shape)))
 
 
-class Toy(nn.Module):
+def toy(point: tuple[int, ...], error: tuple[int, ...]) -> nn.Module:
     """Two points and an output that do not depend on each other, so that each gradient is read off on its own."""
-
-    def __init__(self, point: tuple[int, ...], error: tuple[int, ...]) -> None:
-        super().__init__()
-        self.first, self.second, self.out = Leaf(*point), Leaf(*point), Leaf(*error)
-
-    def forward(self) -> Tensor:
-        self.first(), self.second()
-        return self.out()
+    parts = {"first": leaf(*point), "second": leaf(*point), "out": leaf(*error)}
+    return Custom(lambda m: (m.first(), m.second(), m.out())[-1], **parts)
 
 
-def feedback(
-    point: tuple[int, ...], e: Tensor, device: NoisyDevice | None = None, **options: object
-) -> tuple[Tensor, Tensor]:
+def feedback(point: Any, e: Tensor, device: NoisyDevice | None = None, **options: Any) -> tuple[Tensor, ...]:
     """What the two points receive if the error is e."""
-    model = FeedbackAlignment(Toy(point, tuple(e.shape)), ["first", "second"], device=device, **options)
+    model = FeedbackAlignment(toy(point, tuple(e.shape)), ["first", "second"], device=device, **options)
     (model() * e).sum().backward()
     torch.testing.assert_close(model.out.values.grad, e, rtol=0, atol=0)  # the true gradient
     return model.first.values.grad, model.second.values.grad
@@ -63,35 +50,16 @@ def device(n_outputs: int, *, sigma: float = 0.0, kind: str = "gaussian") -> Noi
     return open_device(kind, n_inputs=CLASSES, n_outputs=n_outputs, seed=5, **noise)
 
 
-# Multilayer perceptrons
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(11)
-    return nn.Sequential(
-        nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 15), nn.Tanh(), nn.Linear(15, CLASSES)
-    )  # B has 27 outputs with slices = "own"
-
-
-# Any module
-
-
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """A post-norm block of attention and a feed-forward layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(C, 2, batch_first=True)
-        self.norm = nn.LayerNorm(C)
-
-    def forward(self, h: Tensor) -> Tensor:
-        return self.norm(h + self.attention(h, h, h, need_weights=False)[0])
+    parts = {"attention": nn.MultiheadAttention(C, 2, batch_first=True), "norm": nn.LayerNorm(C)}
+    return Custom(lambda m, h: m.norm(h + m.attention(h, h, h, need_weights=False)[0]), **parts)
 
 
 def transformer() -> nn.Sequential:
     """Three blocks; the points are blocks 1 and 2."""
     torch.manual_seed(12)
-    return nn.Sequential(nn.Linear(6, C), Attention(), Attention(), Attention(), nn.Linear(C, CLASSES))
+    return nn.Sequential(nn.Linear(6, C), *(attention() for _ in range(3)), nn.Linear(C, CLASSES))
 
 
 @pytest.mark.parametrize("slices", ["own", "shared"])
@@ -114,7 +82,6 @@ def test_blocks_learn_from_the_projected_error_and_the_rest_from_the_true_one(sl
         named = {n: p for n, p in plain.named_parameters() if p.requires_grad}
         grads = torch.autograd.grad(stream[part], list(named.values()), signal, allow_unused=True)
         expected |= {n: g for n, g in zip(named, grads, strict=True) if g is not None}
-
     model = FeedbackAlignment(transformer(), slices=slices)
     assert model.points == ("1", "2")
     cross_entropy(model(x).flatten(0, 1), y).backward()
@@ -122,7 +89,6 @@ def test_blocks_learn_from_the_projected_error_and_the_rest_from_the_true_one(sl
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-
     cross_entropy(plain(x).flatten(0, 1), y).backward()
     for name, parameter in plain.named_parameters():
         same = torch.allclose(parameter.grad, found[name], rtol=1e-4, atol=1e-8)
@@ -186,17 +152,15 @@ def test_tokens_may_be_flattened_into_records() -> None:
     torch.testing.assert_close(feedback((N, P, C), e.flatten(0, 1))[0], expected)
 
 
-def test_rows_of_other_order_are_refused() -> None:
-    """Outputs of (time, batch) have as many rows as an error of (batch, time), in another order."""
-    with pytest.raises(ValueError, match="point 'first' has 5 records of 3 positions and the error 3 of 5"):
-        feedback((P, N, C), normal(N, P, CLASSES))
-
-
-def test_flattened_rows_of_time_first_outputs_are_refused() -> None:
-    """The model flattens (time, batch), and rows are laid out as (batch, time)."""
-    for h, e in (((P, N, C), normal(P * N, CLASSES)), ((P * N, C), normal(P, N, CLASSES))):
-        with pytest.raises(ValueError, match="in one dimension, and batch_dim says"):
-            feedback(h, e, batch_dim=1)
+@pytest.mark.parametrize(("point", "error", "batch_dim", "message"), [
+    ((P, N, C), (N, P), 0, "point 'first' has 5 records of 3 positions and the error 3 of 5"),
+    ((P, N, C), (P * N,), 1, "in one dimension, and batch_dim says"),
+    ((P * N, C), (P, N), 1, "in one dimension, and batch_dim says"),
+])  # fmt: skip
+def test_rows_of_other_order_are_refused(point: Any, error: Any, batch_dim: int, message: str) -> None:
+    """As many rows, of (time, batch) and of (batch, time)."""
+    with pytest.raises(ValueError, match=message):
+        feedback(point, normal(*error, CLASSES), batch_dim=batch_dim)
 
 
 def test_drawn_positions_stand_for_all() -> None:
@@ -213,7 +177,7 @@ def test_drawn_positions_stand_for_all() -> None:
 
 
 def test_every_step_draws_its_own_positions() -> None:
-    model = FeedbackAlignment(Toy((N, P, C), (N, P, CLASSES)), ["first"], rows=1)
+    model = FeedbackAlignment(toy((N, P, C), (N, P, CLASSES)), ["first"], rows=1)
     seen = set()
     for _ in range(40):  # misses a position in 1 of 1,500 draws of 40
         model.first.values.grad = None
@@ -239,7 +203,7 @@ def test_feedback_has_the_norm_of_the_error_in_expectation(point: tuple, error: 
 def test_normalised_feedback_passes_through_the_jacobian_of_a_layer_norm() -> None:
     """As autograd computes it, for the point's output."""
     e = normal(N, P, CLASSES)
-    model = FeedbackAlignment(Toy((N, P, C), (N, P, CLASSES)), ["first"], normalised=True)
+    model = FeedbackAlignment(toy((N, P, C), (N, P, CLASSES)), ["first"], normalised=True)
     (model() * e).sum().backward()
     h = model.first.values.detach().requires_grad_()
     signal = e @ matrix(C).t() / C**0.5
@@ -266,7 +230,7 @@ def test_an_infinite_error_makes_gradients_that_are_not_finite() -> None:
     e = normal(N, CLASSES)
     wanted = feedback((N, C), e, device(C), encoding="ternary")[0]
     e[1, 2] = torch.inf
-    model = FeedbackAlignment(Toy((N, C), (N, CLASSES)), ["first"], device=device(C), encoding="ternary")
+    model = FeedbackAlignment(toy((N, C), (N, CLASSES)), ["first"], device=device(C), encoding="ternary")
     (model() * e).sum().backward()
     assert not model.first.values.grad[1].isfinite().any()
     torch.testing.assert_close(model.first.values.grad[::2], wanted[::2])
@@ -289,16 +253,13 @@ ONES = 2 * 64
 """Frames in which B 1 is measured before the first step, for codes with a constant."""
 
 
-@pytest.mark.parametrize(
-    ("options", "frames"),
-    [
-        ({}, ONES + 2 * N * P),
-        ({"rows": "sum"}, ONES + 2 * N),
-        ({"rows": 2}, ONES + 4 * N),
-        ({"encoding": "planes", "planes": 3}, 6 * N * P),
-        ({"encoding": "ternary"}, ONES + 2 * N * P),
-    ],
-)
+@pytest.mark.parametrize(("options", "frames"), [
+    ({}, ONES + 2 * N * P),
+    ({"rows": "sum"}, ONES + 2 * N),
+    ({"rows": 2}, ONES + 4 * N),
+    ({"encoding": "planes", "planes": 3}, 6 * N * P),
+    ({"encoding": "ternary"}, ONES + 2 * N * P),
+])  # fmt: skip
 def test_rows_set_the_frames_of_a_step(options: dict, frames: int) -> None:
     photonic = device(C)
     feedback((N, P, C), normal(N, P, CLASSES), photonic, **options)
@@ -306,7 +267,7 @@ def test_rows_set_the_frames_of_a_step(options: dict, frames: int) -> None:
 
 
 def test_steps_have_noise_of_their_own_and_a_repeated_step_repeats_it() -> None:
-    model = FeedbackAlignment(Toy((N, C), (N, CLASSES)), ["first"], device=device(C, sigma=1.0))
+    model = FeedbackAlignment(toy((N, C), (N, CLASSES)), ["first"], device=device(C, sigma=1.0))
     found = []
     for step in (None, None, 0, 1):
         if step is not None:
@@ -314,18 +275,15 @@ def test_steps_have_noise_of_their_own_and_a_repeated_step_repeats_it() -> None:
         model.first.values.grad = None
         (model() * normal(N, CLASSES)).sum().backward()
         found.append(model.first.values.grad)
-    assert not torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
-    assert torch.equal(found[1], found[3])
+    assert [torch.equal(found[a], found[b]) for a, b in ((0, 1), (0, 2), (1, 3))] == [False, True, True]
 
 
 def test_a_larger_device_and_a_mixed_type_change_nothing() -> None:
     e = normal(N, CLASSES)
     wide = open_device("ideal", n_inputs=9, n_outputs=50)
     wanted = feedback((N, C), e, device(2 * C, kind="ideal"), slices="own")
-    for found, expected in zip(feedback((N, C), e, wide, slices="own"), wanted, strict=True):
-        torch.testing.assert_close(found, expected)
-    half = Toy((N, C), (N, CLASSES))
+    torch.testing.assert_close(feedback((N, C), e, wide, slices="own"), wanted)
+    half = toy((N, C), (N, CLASSES))
     half.first.bfloat16()
     model = FeedbackAlignment(half, ["first"])
     (model() * e).sum().backward()
@@ -335,13 +293,13 @@ def test_a_larger_device_and_a_mixed_type_change_nothing() -> None:
 
 def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
     x, y = normal(8, 9), torch.arange(8) % CLASSES
-    parts = FeedbackAlignment(mlp())
+    layers = nn.Linear(9, 12), nn.Tanh(), nn.Linear(12, 15), nn.Tanh(), nn.Linear(15, CLASSES)
+    parts = FeedbackAlignment(nn.Sequential(*layers))
     whole = deepcopy(parts)
     cross_entropy(whole(x), y).backward()
     for piece in (slice(0, 4), slice(4, 8)):
         (cross_entropy(parts(x[piece]), y[piece]) / 2).backward()
-    for found, expected in zip(parts.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close([p.grad for p in parts.parameters()], [p.grad for p in whole.parameters()])
 
 
 def test_a_point_that_runs_twice_receives_feedback_for_each_call() -> None:
@@ -357,7 +315,6 @@ def test_a_point_that_runs_twice_receives_feedback_for_each_call() -> None:
     with torch.no_grad():
         inputs = (x, net.cell(x).tanh())
     b = matrix(2 * C)
-    expected = sum(
-        (e @ b[start : start + C].t() / C**0.5).t() @ h for start, h in zip((0, C), inputs, strict=True)
-    )
+    parts = zip((0, C), inputs, strict=True)
+    expected = sum((e @ b[start : start + C].t() / C**0.5).t() @ h for start, h in parts)
     torch.testing.assert_close(net.cell.weight.grad, expected, rtol=1e-5, atol=1e-7)

@@ -100,18 +100,13 @@ def test_an_appliance_trains_unprotected_at_once(tmp_path: Path, monkeypatch: py
     assert run.facts["noise"] is None
     assert run.summary["test_accuracy"] > 0.4  # chance is 0.1
     assert "not stated" in write_report(run).read_text()
+    protected = {"kind": "record", "noise": "device", "epsilon": 3.0}
     with pytest.raises(NoiseUnknown, match="measure it by `opusim device calibrate`"):
-        train(
-            tmp_path / "private",
-            {"lighton": section},
-            protection={"kind": "record", "noise": "device", "epsilon": 3.0},
-        )
+        train(tmp_path / "private", {"lighton": section}, protection=protected)
 
 
 @pytest.mark.parametrize("sigma", [0.01, 5.0])
-def test_an_assumed_sigma_does_not_stop_unprotected_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sigma: float
-) -> None:
+def test_an_assumed_sigma_stops_no_unprotected_run(tmp_path: Path, monkeypatch: Any, sigma: float) -> None:
     section = connect(monkeypatch, tmp_path)
     run = train(tmp_path / "run", {"lighton": section, "noise": {"sigma": sigma}}, epochs=1)
     assert run.summary["steps"] == 6

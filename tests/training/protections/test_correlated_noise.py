@@ -68,17 +68,13 @@ def fresh() -> SeededStream:
     return SeededStream(5, "test")
 
 
-# The stream
-
-
 def test_the_noise_is_the_inverse_of_the_dense_matrix_times_fresh_noise() -> None:
     steps = range(STEPS)
     found = drawn(stream(), steps)
     np.testing.assert_allclose(dense(COEFFICIENTS, STEPS) @ found, drawn(fresh(), steps), rtol=0, atol=3e-6)
-    with pytest.raises(AssertionError):  # planted: columns that were not normalised
-        np.testing.assert_allclose(
-            dense((0.8, 0.5, 0.25), STEPS) @ found, drawn(fresh(), steps), rtol=0, atol=3e-6
-        )
+    wrong = dense((0.8, 0.5, 0.25), STEPS)  # planted: columns that were not normalised
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(wrong @ found, drawn(fresh(), steps), rtol=0, atol=3e-6)
 
 
 def test_rounding_does_not_grow_with_the_steps() -> None:
@@ -129,9 +125,6 @@ def test_a_wrong_number_of_draws_is_refused() -> None:
         noise.normal((2,))
 
 
-# The batches
-
-
 def pair_deviation(make: Callable[[int], np.ndarray]) -> float:
     """How far the share of 2,000 draws with the first two records in one subset is from 1 / 2, in standard errors."""
     first, second = np.stack([make(seed)[:2] for seed in range(2000)]).T
@@ -178,9 +171,6 @@ def test_a_record_comes_up_in_its_own_steps_only(seed: int | None) -> None:
     assert (sampler.scheme, sampler.expected_batch_size, sampler.steps_per_epoch) == ("cyclic-poisson", 60, 5)
 
 
-# The factorisation
-
-
 @pytest.mark.parametrize(("momentum", "schedule"), [(0.0, "constant"), (0.9, "cosine")])
 def test_coefficients_are_those_of_a_dense_search(momentum: float, schedule: Any) -> None:
     steps, bands, optimizer = 24, 3, OptimizerConfig(momentum=momentum, schedule=schedule)
@@ -212,15 +202,9 @@ def test_columns_have_norm_one_and_float32_holds_the_coefficients(bands: int, st
     assert all(float(np.float32(c)) == c and c >= 0 for c in found)
 
 
-# Runs
-
-
 def test_one_band_is_independent_noise_bit_for_bit(tmp_path: Path) -> None:
-    runs = {
-        "plain": {**CONFIG, "protection": {"kind": "record", "noise_multiplier": 0.8}},
-        "one": changed(protection={"bands": 1}),
-        "three": CONFIG,
-    }
+    runs = {"plain": merged(CONFIG, {}), "one": changed(protection={"bands": 1}), "three": CONFIG}
+    runs["plain"]["protection"] = {"kind": "record", "noise_multiplier": 0.8}
     for name, config in runs.items():
         training.train(config, data=DATA, folder=tmp_path / name)
     found = {name: newest(tmp_path / name) for name in runs}
@@ -235,9 +219,7 @@ def convolutions() -> torch.nn.Module:
     return torch.nn.Sequential(*layers, torch.nn.Linear(9, 3))
 
 
-@pytest.mark.parametrize(
-    "coefficients", [(1.0, 2.0, 0.5), (0.1, 1.0, 0.0), (1.0, -0.5, 0.0), (0.0, 0.0, 0.0)]
-)
+@pytest.mark.parametrize("coefficients", [(1, 2, 0.5), (0.1, 1, 0), (1, -0.5, 0), (0, 0, 0)])
 def test_coefficients_whose_inverse_may_grow_are_refused(coefficients: tuple[float, ...]) -> None:
     """Planted by (1, 2): float32 holds none of the noise after 40 steps, which the accountant cannot see."""
     with pytest.raises(ConfigError, match=r"protection\.correlation: .* must not increase"):
@@ -263,9 +245,7 @@ def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(tmp_path: Path, kind: s
     assert paid[0] == paid[1]
 
 
-def test_planted_forgotten_noise_is_caught(
-    tmp_path: Path, ctrl_c_at: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_forgotten_noise_is_caught(tmp_path: Path, ctrl_c_at: type, monkeypatch: Any) -> None:
     monkeypatch.setattr(CorrelatedStream, "state", {})
     with pytest.raises(AssertionError):
         require_resumed_alike(tmp_path, CONFIG, DATA, ctrl_c_at(5))
@@ -323,17 +303,14 @@ def test_a_resolved_run_states_its_coefficients_and_takes_given_ones() -> None:
     assert mechanism.repeated(12).as_noise().scale == pytest.approx(0.8 / math.hypot(1.0, 0.5, 0.25))
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (changed(protection={"bands": 5}), "protection: bands = 5: times the sampling probability 0.25"),
-        (changed(protection={"bands": 1, "correlation": (1.0,)}), "correlation.*needs protection.bands"),
-        (changed(protection={"correlation": (1.0, 0.5)}), "correlation: has 2 coefficients"),
-        (changed(sampler={"scheme": "full-batch"}), "sampler.scheme: 'full-batch' draws no subsets in turn"),
-        (changed(trainer={"kind": "zo"}), "protection.bands: 3 is for trainers whose gradients"),
-        (changed(trainer={"kind": "convex"}, protection={"relation": "zero_out"}), "protection.bands: 3"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    (changed(protection={"bands": 5}), "protection: bands = 5: times the sampling probability 0.25"),
+    (changed(protection={"bands": 1, "correlation": (1.0,)}), "correlation.*needs protection.bands"),
+    (changed(protection={"correlation": (1.0, 0.5)}), "correlation: has 2 coefficients"),
+    (changed(sampler={"scheme": "full-batch"}), "sampler.scheme: 'full-batch' draws no subsets in turn"),
+    (changed(trainer={"kind": "zo"}), "protection.bands: 3 is for trainers whose gradients"),
+    (changed(trainer={"kind": "convex"}, protection={"relation": "zero_out"}), "protection.bands: 3"),
+])  # fmt: skip
 def test_unproven_runs_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(config)
@@ -349,8 +326,7 @@ def test_other_batches_and_unstated_noise_are_refused(monkeypatch: pytest.Monkey
         other.protection.require_covered()
     own = found.mechanisms[0]
     other = replace(own, correlation=(1.0,))
-    monkeypatch.setattr(
-        type(found.algorithm), "mechanism", lambda self, z: replace(other, noise_multiplier=z)
-    )
+    kind = type(found.algorithm)
+    monkeypatch.setattr(kind, "mechanism", lambda self, z: replace(other, noise_multiplier=z))
     with pytest.raises(NoGuarantee, match="does not state noise that is correlated over 3 steps"):
         _ = replace(found).protection.released()

@@ -38,9 +38,8 @@ def attack(*, noise: SeededStream) -> AuditResult:
 @pytest.mark.parametrize("at_fault", [False, True])
 def test_noise_tells_the_size_of_a_batch_only_if_the_divisor_does(at_fault: bool) -> None:
     """With n records a constant divisor gives nothing; the batch's own size gives more than the step's epsilon."""
-    step = RecordCentral(
-        noise_multiplier=MULTIPLIER, sampling_probability=1.0, clip_norm=1.0, divisor=float(BATCH)
-    )
+    facts = {"noise_multiplier": MULTIPLIER, "sampling_probability": 1.0, "clip_norm": 1.0}
+    step = RecordCentral(**facts, divisor=float(BATCH))
     (claim,) = RecordCentral.guarantees([step], delta=DELTA, enforced=True)
     with NAMED["divided_by_realised_size"].planted() if at_fault else nullcontext():
         found = attack(noise=SeededStream(24, "test"))

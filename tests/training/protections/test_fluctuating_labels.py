@@ -20,27 +20,12 @@ from opusim.description.schema import load_description
 from opusim.devices.certificate import FluctuatingCountLaw
 from opusim.errors import ConfigError
 from opusim.noise import LightPower
-from opusim.training.protections.argmax_labels import (
-    POWER_SHARE,
-    ArgmaxReadout,
-    Cell,
-    LabelFrames,
-    confusion,
-    largest_epsilon,
-    shared_range,
-)
+from opusim.training.protections import argmax_labels
+from opusim.training.protections.argmax_labels import ArgmaxReadout, Cell, LabelFrames, confusion
 from opusim.training.protections.counted_labels import CountsReadout
 from opusim.training.reports.device_privacy import OperatingPoint, label_counts
 from tests.support.certificates import certificate_of
-from tests.training.protections.test_counted_labels import (
-    CLASS_LIMIT,
-    DELTA,
-    EPSILON,
-    PAIRS,
-    K,
-    N,
-    calibration,
-)
+from tests.training.protections.test_counted_labels import DELTA, EPSILON, LIMIT, PAIRS, K, N, calibration
 
 POWER = {"law": "log_normal", "rms": 0.3}
 """Far more than a laser's, so that a light that does not allow for it is seen at this size."""
@@ -78,16 +63,14 @@ def realised_delta(readout: CountsReadout, a: int, b: int, light: float) -> tupl
 def test_kept_counts_hold_even_if_the_power_of_each_frame_is_known(counts: CountsReadout) -> None:
     found = [realised_delta(counts, a, b, counts.light) for a, b in PAIRS]
     assert all(delta <= DELTA + 5 * error for delta, error in found)
-    at_mean = counts.light * counts.frames.brightest(
-        counts.mechanism.power_error
-    )  # planted: only the mean counts
+    at_mean = counts.light * counts.frames.brightest(counts.mechanism.power_error)  # planted: the mean power
     brighter = [realised_delta(counts, a, b, at_mean) for a, b in PAIRS]
     assert any(delta > DELTA + 5 * error for delta, error in brighter)
 
 
 def test_the_power_takes_its_share_of_delta(counts: CountsReadout, answers: ArgmaxReadout) -> None:
     for mechanism in (counts.mechanism, answers.mechanism):
-        assert mechanism.power_error == POWER_SHARE * DELTA
+        assert mechanism.power_error == argmax_labels.POWER_SHARE * DELTA
         (found,) = guarantees([mechanism], delta=DELTA)
         assert 0.98 * EPSILON <= found.epsilon <= EPSILON  # an answer leaves some of delta unused
         assert found.status is Status.PROVEN_UNDER_DEVICE_MODEL
@@ -124,17 +107,18 @@ def test_powers_below_the_brightest_are_searched_too() -> None:
         return low * np.eye(2) + (1 - top) * other, top * np.eye(2) + (1 - low) * other
 
     at_most = math.log(0.9 / 0.1)
-    found = largest_epsilon(limits, Cell(least=0.0, most=1.0), 1.0)
+    found = argmax_labels.largest_epsilon(limits, Cell(least=0.0, most=1.0), 1.0)
     assert at_most <= found * (1 + 1e-9) <= 1.006 * at_most
-    assert largest_epsilon(limits, Cell(least=1.0, most=1.0), 1.0) < 0.01  # planted: the brightest only
+    brightest = Cell(least=1.0, most=1.0)  # planted: the brightest only
+    assert argmax_labels.largest_epsilon(limits, brightest, 1.0) < 0.01
 
 
 def test_training_gets_the_posterior_over_the_powers(counts: CountsReadout, seed: int) -> None:
     labels = torch.from_numpy(np.random.default_rng(seed).integers(0, K, N))
     counts.frames.device.seek(seed % 2**32)
     scores = counts.log_likelihood(labels)
-    assert calibration(scores, labels.numpy()) < CLASS_LIMIT
-    assert calibration(2.5 * scores, labels.numpy()) > CLASS_LIMIT  # planted: too sure of the label
+    assert calibration(scores, labels.numpy()) < LIMIT
+    assert calibration(2.5 * scores, labels.numpy()) > LIMIT  # planted: too sure of the label
 
 
 def test_answers_are_the_randomized_response_of_the_mean_power(answers: ArgmaxReadout, seed: int) -> None:
@@ -154,9 +138,7 @@ LAW = FluctuatingCountLaw(
 )
 
 
-def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
-    counts: CountsReadout, answers: ArgmaxReadout
-) -> None:
+def test_a_certificate_of_fluctuating_light_adds_spread_and_beta(counts: CountsReadout, answers: Any) -> None:
     with open_device("camera_low_light", n_inputs=K, n_outputs=48, **CAMERA) as device:
         certificate = certificate_of(device.description, LAW, n_inputs=K, n_outputs=48)
         device.attach_certificate(certificate)
@@ -166,12 +148,12 @@ def test_a_certificate_of_fluctuating_light_adds_its_spread_and_its_beta(
         channel = ArgmaxReadout.within(limits, epsilon=EPSILON, delta=DELTA)
     assert kept.light < counts.light / 1.1
     brightest = limits.brightest(channel.mechanism.power_error)
-    whole = shared_range(limits, answers.groups.shape[1], answers.light * brightest, least=0.0)
+    whole = argmax_labels.shared_range(limits, answers.groups.shape[1], answers.light * brightest, least=0.0)
     at_described = argmax_epsilon(*confusion(limits, answers.groups, whole.worst), symmetrised=True)
     assert at_described > 1.1 * EPSILON  # planted: the light without a certificate
     for mechanism in (kept.mechanism, channel.mechanism):
         assert (mechanism.beta, mechanism.certificate) == (1e-3, certificate.digest)
-        assert mechanism.power_error == pytest.approx(POWER_SHARE * (DELTA - 1e-3))
+        assert mechanism.power_error == pytest.approx(argmax_labels.POWER_SHARE * (DELTA - 1e-3))
         (found,) = guarantees([mechanism], delta=DELTA)
         assert any("dimmed from the certified light" in each.text for each in found.assumptions)
     with pytest.raises(ConfigError, match="0.001 leaves nothing .* set it above the beta = 0.001"):
@@ -250,14 +232,9 @@ def test_the_limit_of_an_upper_spread_holds_for_smaller_ones(name: str, beta: fl
     """A certificate states an upper limit of the spread; the largest spread need not have the largest quantile."""
     most = 1.0 if name == "log_normal" else 0.2
     limit = LightPower(law=name, rms=most).limit(beta)
-    quantiles = [
-        float(LightPower(law=name, rms=float(rms)).of_normal(norm.isf(beta)))
-        for rms in most * np.linspace(0.001, 1, 200)
-    ]
+    laws = (LightPower(law=name, rms=float(rms)) for rms in most * np.linspace(0.001, 1, 200))
+    quantiles = [float(law.of_normal(norm.isf(beta))) for law in laws]
     assert max(quantiles) <= limit <= 1.001 * max(*quantiles, 1.0)
-
-
-# Holograms
 
 
 def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
@@ -266,9 +243,7 @@ def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
     light = found.share_for(EPSILON, "light")
     assert light is not None
     law = found.law
-    dark = law.credited_rates(OperatingPoint(light=1e-300))[
-        :4, 0
-    ]  # (frames, pixels): no light of the reference
+    dark = law.credited_rates(OperatingPoint(light=1e-300))[:4, 0]  # (frames, pixels), no reference
     assert float(dark.max()) < 0.1 * float(law.light_e[4:].min())
     generator = np.random.default_rng(5)
     power = law.power.of_normal(generator.standard_normal((N, 4)))[:, :, None]
@@ -283,7 +258,8 @@ def test_holograms_hold_even_if_the_power_of_each_frame_is_known() -> None:
         return False
 
     assert not exceeds(light)
-    assert exceeds(light * law.power.limit(POWER_SHARE * DELTA / 4))  # planted: only the mean is allowed for
+    at_mean = light * law.power.limit(argmax_labels.POWER_SHARE * DELTA / 4)
+    assert exceeds(at_mean)  # planted: only the mean is allowed for
 
 
 def test_labels_of_holograms_are_refused_where_no_frame_has_the_reference() -> None:

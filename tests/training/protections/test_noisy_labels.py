@@ -1,8 +1,11 @@
 """Labels that are looked at once: what is read, what it costs, and that nothing else tells of them."""
 
 import math
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,14 +23,7 @@ from opusim.randomness.streams import SeededStream
 from opusim.training.errors import RunInterrupted
 from opusim.training.feedback.projection import _CALIBRATION_STEP
 from opusim.training.protections import base, noisy_labels
-from opusim.training.protections.noisy_labels import (
-    LabelReadoutProtection,
-    NoisyLabels,
-    RandomizedResponseProtection,
-    StagedResponseProtection,
-    randomize,
-    read_once_through,
-)
+from opusim.training.protections.noisy_labels import randomize, read_once_through
 from opusim.training.runs.storage import read_array
 from tests.oracles.label_readings import posterior_targets
 from tests.support.discrete_noise import DiscreteNoise
@@ -53,7 +49,7 @@ def likelihoods(n: int = 7) -> torch.Tensor:
 
 
 def test_targets_are_the_posterior_with_a_flat_prior_and_then_with_the_models() -> None:
-    labels = NoisyLabels(log_likelihood=likelihoods(), flat_steps=5)
+    labels = noisy_labels.NoisyLabels(log_likelihood=likelihoods(), flat_steps=5)
     output = 2 * torch.randn(3, K, generator=torch.Generator().manual_seed(2))
     records = torch.tensor([6, 0, 3])
     scores = likelihoods()[records].double().numpy()
@@ -71,15 +67,8 @@ def shared(ratios: np.ndarray) -> float:
     return abs(float(np.corrcoef(first, second)[0, 1])) * len(first) ** 0.5
 
 
-def device_of(sigma: float, n_outputs: int = 40, seed: int = 4) -> NoisyDevice:
-    return open_device("gaussian", n_inputs=K, n_outputs=n_outputs, seed=seed, noise={"sigma": sigma})
-
-
-def widest(device: NoisyDevice) -> tuple[int, int, float]:
-    """The two labels whose columns of the matrix are farthest apart, and their distance."""
-    b = device.matrix().double().numpy()
-    gaps = np.linalg.norm(b[:, :, None] - b[:, None, :], axis=0)
-    return *map(int, np.unravel_index(gaps.argmax(), gaps.shape)), float(gaps.max())
+def device_of(sigma: float, seed: int = 4) -> NoisyDevice:
+    return open_device("gaussian", n_inputs=K, n_outputs=40, seed=seed, noise={"sigma": sigma})
 
 
 @pytest.mark.parametrize(
@@ -93,7 +82,9 @@ def test_a_reading_of_a_device_has_the_law_that_is_paid_for(
         monkeypatch.setattr(SeededStream, "add_to", lambda self, y, std: y)
     paid: list[Mechanism] = []
     device = device_of(sigma, seed=seed % 2**31)
-    first, second, gap = widest(device)
+    b = device.matrix().double().numpy()
+    gaps = np.linalg.norm(b[:, :, None] - b[:, None, :], axis=0)
+    first, second, gap = *map(int, np.unravel_index(gaps.argmax(), gaps.shape)), float(gaps.max())
     assert topped_up == (gap / MU > sigma)
     scores = read_once_through(device, torch.full((N,), first), K, mu=MU, noise=stream(seed), pay=paid.append)
     (mechanism,) = paid
@@ -110,34 +101,21 @@ def test_a_reading_of_a_device_has_the_law_that_is_paid_for(
         assert shared(np.tile(ratios[: N // 2], 2)) > 5  # planted: two records share their noise
 
 
-class _NoMatrix:
-    """Hardware: it cannot tell its matrix."""
-
-    name = "hardware"
-    capabilities = frozenset({"project", "draw"})
-    noise = device_of(1.0).noise
-
-    def credit_noise(self) -> None:
-        """No monitor compares it."""
+def hardware(name: str, noise: Any, *more: str) -> Any:
+    """A device that no monitor compares."""
+    can = frozenset({"project", "draw", *more})
+    matrix = partial(torch.zeros, 3, K)
+    return SimpleNamespace(name=name, capabilities=can, noise=noise, matrix=matrix, credit_noise=lambda: None)
 
 
-class _Counts(_NoMatrix):
-    name = "counter"
-    capabilities = frozenset({"project", "draw", "matrix"})
-    noise = DiscreteNoise(values=np.array([-1.0, 1.0]), log_masses=np.log([0.5, 0.5]))
-
-    def matrix(self) -> torch.Tensor:
-        return torch.zeros(3, K)
+COIN = DiscreteNoise(values=np.array([-1.0, 1.0]), log_masses=np.log([0.5, 0.5]))
 
 
-@pytest.mark.parametrize(
-    ("device", "message"),
-    [
-        (open_device("ideal", n_inputs=K, n_outputs=40), "'ideal' .*standard deviation 0 .*above 0"),
-        (_NoMatrix(), "'hardware', whose matrix is not known"),
-        (_Counts(), "'counter' .*discrete.*Gaussian law"),
-    ],
-)
+@pytest.mark.parametrize(("device", "message"), [
+    (open_device("ideal", n_inputs=K, n_outputs=40), "'ideal' .*standard deviation 0 .*above 0"),
+    (hardware("hardware", device_of(1.0).noise), "'hardware', whose matrix is not known"),
+    (hardware("counter", COIN, "matrix"), "'counter' .*discrete.*Gaussian law"),
+])  # fmt: skip
 def test_devices_without_noise_to_credit_are_refused_before_they_are_paid(device: Any, message: str) -> None:
     paid: list[Mechanism] = []
     with pytest.raises(ConfigError, match=f"protection.noise.*{message}.*another device"):
@@ -167,9 +145,7 @@ def test_responses_follow_the_mechanism(seed: int) -> None:
 
 
 def test_nothing_unpaid_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(mechanism: Mechanism) -> None:
-        raise BudgetExceeded("no")
-
+    refuse = Mock(side_effect=BudgetExceeded("no"))
     for name in ("normal", "add_to"):
         monkeypatch.setattr(SeededStream, name, lambda *_: pytest.fail("noise was drawn"))
     monkeypatch.setattr(noisy_labels, "respond", lambda *_, **__: pytest.fail("a response was drawn"))
@@ -179,8 +155,6 @@ def test_nothing_unpaid_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BudgetExceeded):
         randomize(labels, response, np.random.default_rng(0), pay=refuse)
 
-
-# Runs
 
 ONCE = {
     "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "data": {"n_classes": 3}, "sampler": {"batch_size": 16},
@@ -200,7 +174,11 @@ KINDS = [
     config_of("label-randomized-response", stages=2),
 ]
 IDS = ["once", "response", "response in stages"]
-LOOKS = (LabelReadoutProtection, RandomizedResponseProtection, StagedResponseProtection)
+LOOKS = (
+    noisy_labels.LabelReadoutProtection,
+    noisy_labels.RandomizedResponseProtection,
+    noisy_labels.StagedResponseProtection,
+)
 
 
 @pytest.mark.parametrize("config", KINDS, ids=IDS)
@@ -221,9 +199,8 @@ def test_true_labels_reach_no_weights(tmp_path: Path, config: dict, monkeypatch:
 def test_planted_fault_true_labels_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = DATA
     kept = likelihoods(54)[:, :3]
-    monkeypatch.setattr(
-        LabelReadoutProtection, "look", lambda self, device, pay: (pay(LabelReadout(mu=0.1)), kept)[1]
-    )
+    look = "opusim.training.protections.noisy_labels.LabelReadoutProtection.look"
+    monkeypatch.setattr(look, lambda self, device, pay: (pay(LabelReadout(mu=0.1)), kept)[1])
     monkeypatch.setattr("opusim.training.feedback.closed_form.Batch.targets", lambda self, output: self.y)
     for name, labels in (("first", y), ("second", (y + 1) % 3)):
         training.train(ONCE, data=(x, labels), folder=tmp_path / name)
@@ -292,8 +269,7 @@ def test_a_resumed_run_neither_reads_nor_pays_again(
     with pytest.raises(RunInterrupted):
         training.train(data=DATA, folder=broken, resume=True, watcher=ctrl_c_at(8))
     run = training.train(data=DATA, folder=broken, resume=True)
-    assert len(looks) == 1
-    assert (broken / "labels.safetensors").read_bytes() == kept
+    assert (len(looks), (broken / "labels.safetensors").read_bytes()) == (1, kept)
     (payment,) = read_ledger(broken).payments
     assert payment.name == "labels"
     (guarantee,) = run.guarantees
@@ -320,17 +296,13 @@ def test_a_look_that_was_paid_and_lost(tmp_path: Path, mode: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("config", KINDS[:2], ids=IDS[:2])
-def test_what_is_paid_upfront_is_calibrated_once_and_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict
-) -> None:
-    asked = []
-    calibrate = base.calibrate_noise
-
-    def counted(mechanism: Mechanism, **options: float) -> Any:
-        asked.append((tmp_path / "run" / "config.json").exists())
-        return calibrate(mechanism, **options)
-
-    monkeypatch.setattr(base, "calibrate_noise", counted)
+def test_what_is_paid_upfront_is_calibrated_once(tmp_path: Path, monkeypatch: Any, config: dict) -> None:
+    asked, calibrate, file = [], base.calibrate_noise, tmp_path / "run" / "config.json"
+    monkeypatch.setattr(
+        base,
+        "calibrate_noise",
+        lambda *given, **options: (asked.append(file.exists()), calibrate(*given, **options))[1],
+    )
     base._calibrated.cache_clear()
     training.train(config, data=DATA, folder=tmp_path / "run")
     assert asked == [False]

@@ -24,6 +24,7 @@ from opusim.training.convex import trainer as convex
 from opusim.training.networks import network
 from opusim.training.networks.base import seeded_generator
 from tests.support.faults.base import replaced
+from tests.support.shared_checks import with_marks
 
 N, FEATURES, CLASSES, CHANGED = 120, 6, 2, 7
 RELEASED = {
@@ -135,27 +136,19 @@ def differing(first: dict[str, bytes], second: dict[str, bytes]) -> set[str]:
         name: len(content) for name, content in second.items() if name != "lock"
     }
     one, other = parts(first), parts(second)
-    return {
-        re.sub(r"^checkpoints/.*?:", "checkpoint:", name)
-        for name, value in one.items()
-        if value != other[name]
-    }
+    names = (name for name, value in one.items() if value != other[name])
+    return {re.sub(r"^checkpoints/.*?:", "checkpoint:", name) for name in names}
 
 
-def protects(kind: str) -> str:
-    return "labels" if kind.startswith("label") else "records"
+FAST = {"record, pdfa", "last-iterate", "label-readout"}
 
 
-FAST = ("record, pdfa", "last-iterate", "label-readout")
-
-
-@pytest.mark.parametrize(
-    "kind", [kind if kind in FAST else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", with_marks(KINDS, KINDS.keys() - FAST))
 def test_nothing_but_the_release_depends_on_a_record(kind: str, tmp_path: Path) -> None:
     first = released(tmp_path / "a" / "run", kind)
     chance = differing(first, released(tmp_path / "b" / "run", kind))
-    found = differing(first, released(tmp_path / "c" / "run", kind, changed=protects(kind)))
+    what = "labels" if kind.startswith("label") else "records"
+    found = differing(first, released(tmp_path / "c" / "run", kind, changed=what))
     assert chance <= set(BY_CHANCE)
     assert found <= set(RELEASED) | set(BY_CHANCE)
     assert "checkpoint: tensors" in found  # the changed record was in the training set

@@ -6,15 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opusim import load_description, open_device
 from opusim.calibration.calibrate import Calibration, calibrate, require_noise
 from opusim.calibration.count_law import codes_p_values, tails, third_cumulants, without_power
 from opusim.calibration.independence import cut_tails, independence_p_values
 from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
 from opusim.camera.from_description import Laser
-from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, load_certificate
-from opusim.devices.registry import open_device
 from opusim.errors import NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise
 from opusim.p_values import FAMILY_ALARM

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import NoisyDevice, open_device
 from opusim.devices import base
-from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import SingleOutputTest
-from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, DeviceUnavailable
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
 from tests.opusim.common import refuses, ternary, with_threads

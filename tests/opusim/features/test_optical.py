@@ -14,8 +14,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
 
-from opusim import OpticalFeatures, OpticalLayer, open_device
-from opusim.devices.base import NoisyDevice
+from opusim import NoisyDevice, OpticalFeatures, OpticalLayer, open_device
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.features import OpticalOperator, opu_kernel
 from opusim.features.encoders import (

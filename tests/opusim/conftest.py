@@ -2,8 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from opusim.devices.base import NoisyDevice
-from opusim.devices.registry import open_device
+from opusim import NoisyDevice, open_device
 
 
 @pytest.fixture(params=["ideal", "gaussian", "camera", "camera_low_light", "lightonml_simulated"])

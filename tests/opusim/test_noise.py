@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import opusim
-from opusim.devices.base import NoisyDevice
-from opusim.devices.kinds import register_device
+from opusim import NoisyDevice, register_device
 from opusim.noise import (
     ConverterLatticeNoise,
     FluctuatingCountNoise,

@@ -9,13 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from opusim import ConfigError, load_description, open_device
 from opusim.camera.exposure import OperatingPoint
 from opusim.crossbar.device import Pairs, TiledProduct, moments
 from opusim.crossbar.programmable import Converter
 from opusim.description.crossbar import CrossbarSettings, ProductSettings
-from opusim.description.schema import load_description
-from opusim.devices.registry import open_device
-from opusim.errors import ConfigError
 from opusim.randomness.streams import SeededStream
 from opusim.temperature import (
     ArrheniusDarkCurrent,

@@ -6,16 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from opusim import NoisyDevice, load_description, open_device
 from opusim.calibration.calibrate import Calibration, calibrate, compare, frames_of, require_noise
 from opusim.calibration.frames import decorrelation_time, sparse_patterns
 from opusim.calibration.photon_transfer import Plan
 from opusim.calibration.reading_noise import evaluate_readings, std_lower_limit
 from opusim.camera.exposure import Exposure
-from opusim.description.schema import load_description
-from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw, load_certificate
-from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from opusim.noise import GaussianNoise
 from opusim.testing.faults import Fault, faulty_device

@@ -5,12 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from opusim import load_description, open_device
 from opusim.calibration.reading_noise import independence_p_values, shape_p_values
 from opusim.calibration.recorded import read_frames
 from opusim.calibration.recorded_transfer import reduced
 from opusim.calibration.report import _CAUSES
-from opusim.description.schema import load_description
-from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, NoiseBelowCertificate
 from tests.opusim.common import device_refuses, run_device
 from tests.oracles.sensor_frames import Pixels, Sensor, recording

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import ConfigError, open_device
 from opusim.calibration.conductance_fit import ConductanceFit, Measurements, Shape, fit, read_measurements
-from opusim.devices.registry import open_device
-from opusim.errors import ConfigError
 from tests.opusim.common import refuses
 from tests.support.command import opusim
 

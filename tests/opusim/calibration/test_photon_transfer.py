@@ -82,10 +82,13 @@ def test_jackknife_limits_hold_at_their_rate(seed: int) -> None:
 def test_levels_that_cannot_be_used_are_named() -> None:
     with pytest.raises(ValueError, match="do not saturate the sensor"):
         take_photon_transfer(lambda count, **level: np.full((count, 100), 4.0), Plan(), exposure_us=400.0)
-    with pytest.raises(ValueError, match="pixels = 79: must be at least 80"):
-        take_series(lambda count, **level: np.zeros((count, 79)), [Level(photons=0.0)], frames=2)
-    light = lambda count, photons, **level: np.full((count, 80), min(photons, 9.0))  # noqa: E731
-    flat = take_series(light, [Level(photons=float(p)) for p in range(12)], frames=2)
+    few, dark = lambda count, **level: np.zeros((count, 79)), [Level(photons=0.0)]
+    refuses(ValueError, "pixels = 79: must be at least 80", take_series, few, dark, frames=2)
+
+    def dim(count: int, photons: float, **level: object) -> np.ndarray:
+        return np.full((count, 80), min(photons, 9.0))
+
+    flat = take_series(dim, [Level(photons=float(p)) for p in range(12)], frames=2)
     refuses(ValueError, "light has 0 levels", PhotonTransfer(light=flat, dark=flat, exposure_us=400.0).used)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opusim import load_description, open_device
 from opusim.calibration.calibrate import (
     Calibration,
     calibrate,
@@ -18,10 +19,8 @@ from opusim.calibration.calibrate import (
 from opusim.calibration.photon_transfer import PhotonTransfer, Plan, take_photon_transfer
 from opusim.calibration.reading_noise import cut_tails, independence_p_values
 from opusim.camera.from_description import Laser
-from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import FluctuatingCountLaw, load_certificate
-from opusim.devices.registry import open_device
 from opusim.errors import NoiseBelowCertificate
 from opusim.noise import FluctuatingCountNoise
 from opusim.p_values import FAMILY_ALARM

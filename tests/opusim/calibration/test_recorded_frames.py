@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from opusim import ConfigError, open_device
 from opusim.calibration.recorded import RecordedFrames, Recording, read_frames, record, shape_of
 from opusim.calibration.recorded_transfer import reduced
-from opusim.devices.registry import open_device
-from opusim.errors import ConfigError
 from tests.opusim.common import refuses
 from tests.oracles.sensor_frames import Sensor, recording
 

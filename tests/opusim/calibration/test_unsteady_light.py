@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import load_description, open_device
 from opusim.calibration.calibrate import Calibration, calibrate
 from opusim.calibration.frames import Level, jackknife, sums_of, take_series
 from opusim.calibration.photon_transfer import LightNoise, PhotonTransfer, Plan
-from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import PhotonCountLaw
-from opusim.devices.registry import open_device
 from tests.opusim.common import changed, refuses
 
 pytestmark = pytest.mark.compiled

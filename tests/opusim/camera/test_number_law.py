@@ -9,17 +9,15 @@ import pytest
 import torch
 from scipy.stats import norm, poisson
 
+from opusim import ConfigError, load_description, open_device
 from opusim.calibration.calibrate import calibrate
 from opusim.calibration.photon_transfer import Plan
 from opusim.camera.exposure import Exposure
 from opusim.camera.from_description import noise_line, number_rows
 from opusim.camera.stages import Sensor, number_law, spread_error
 from opusim.description.camera import LightSettings
-from opusim.description.schema import load_description
 from opusim.devices.camera import CameraDevice
 from opusim.devices.certificate import digest_of
-from opusim.devices.registry import open_device
-from opusim.errors import ConfigError
 from opusim.noise import FluctuatingCountNoise, PhotonCountNoise
 from opusim.randomness.streams import SeededStream
 from tests.opusim.common import refuses, spent_by, z_of_variance
@@ -294,7 +292,7 @@ def test_calibration_finds_the_gain_of_the_numbers_that_arrive() -> None:
     assert len(digests) == len(BITS)
 
 
-@pytest.mark.parametrize(("packing", "size"), zip(BITS, (1001, 1252, 1502, 2002), strict=True))
+@pytest.mark.parametrize(("packing", "size"), [*zip(BITS, (1001, 1252, 1502, 2002), strict=True)])
 def test_a_frame_takes_at_least_the_time_of_its_bytes(packing: str, size: int) -> None:
     frames = load_description("camera", {"frames": LINK | {"packing": packing}}).frames
     assert frames.frame_bytes(1001) == size

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.utils import parametrize, prune
 
-from opusim import convert, noise_aware, open_device
+from opusim import OpticalLayer, convert, noise_aware, open_device
 from opusim.crossbar import conversion
 from opusim.crossbar.conversion import digital_names
 from opusim.crossbar.layers import DeviceLinear, DeviceTransposedLinear
-from opusim.features.optical import OpticalLayer
 from tests.opusim.common import EXACT, refuses
 
 x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))

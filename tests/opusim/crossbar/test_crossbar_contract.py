@@ -8,15 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.accounting import NoGuarantee
+from opusim import ConfigError, NoGuarantee, NoisyDevice, convert, load_description, open_device
 from opusim.accounting.mechanisms.readings import DeviceReadings, device_readings_guarantee
-from opusim.crossbar.conversion import convert
 from opusim.crossbar.device import CrossbarDevice
-from opusim.description.schema import load_description
 from opusim.devices import kinds
-from opusim.devices.base import NoisyDevice
-from opusim.devices.registry import open_device
-from opusim.errors import ConfigError
 from opusim.noise import ConverterLatticeNoise, NoiseModel, SignalGaussianNoise
 from opusim.testing.contract import DeviceContract
 from opusim.training.protections.base import creditable_law

@@ -10,12 +10,11 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.parametrizations import weight_norm
 
+from opusim import load_description, open_device
 from opusim.crossbar.conversion import DeviceModel, convert, noise_aware
 from opusim.crossbar.device import CrossbarDevice
 from opusim.crossbar.layers import DeviceConv2d, DeviceLinear
 from opusim.crossbar.programmable import ProgrammableDevice
-from opusim.description.schema import load_description
-from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, ConfigError
 from opusim.files import to_toml
 from tests.opusim.common import EXACT, refuses

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.crossbar.conversion import convert, noise_aware
+from opusim import NoisyDevice, convert, noise_aware, train
 from opusim.crossbar.mesh import decomposed, rounded, set_phases
 from opusim.crossbar.programmable import SeveralChips
 from opusim.crossbar.rings import detuned, dropped
 from opusim.description.schema import AccessSettings, load_description
 from opusim.devices import kinds
-from opusim.devices.base import NoisyDevice
 from opusim.devices.registry import open_described, open_device
 from opusim.errors import CapabilityMissing, ConfigError
-from opusim.training import train
 from opusim.training.runs.run import evaluate_run
 from tests.opusim.common import EXACT, refuses
 

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from opusim.description.schema import load_description
+from opusim import NoisyDevice, load_description
 from opusim.devices.access import FOLDER_VARIABLE, is_held, lock_file
-from opusim.devices.base import NoisyDevice
 from opusim.devices.lighton import quiet
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceError, DeviceFault, DeviceTimeout, DeviceUnavailable

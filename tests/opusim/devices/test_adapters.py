@@ -17,9 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim import open_device
-from opusim.description.schema import load_description
-from opusim.devices.base import NoisyDevice
+from opusim import NoisyDevice, load_description, open_device
 from opusim.devices.bench import HarvestersCamera, MicroManagerCamera, PylonCamera, ophyd_detector
 from opusim.errors import DeviceFault
 from tests.opusim.common import refuses

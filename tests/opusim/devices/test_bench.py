@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import opusim
-from opusim import ConfigError, open_device
+from opusim import ConfigError, open_device, write_report
 from opusim.devices import open_bench
 from opusim.devices.baseline import reference_vectors
 from opusim.devices.bench import (
@@ -29,7 +29,6 @@ from opusim.devices.bench import (
 from opusim.errors import CapabilityMissing, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseUnknown
 from opusim.noise import MeasuredNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
-from opusim.training.reports.run_report import write_report
 from tests.opusim.common import changed, device_refuses, refuses, run_device
 
 OWN = Path(__file__).parents[2] / "support" / "own_bench"

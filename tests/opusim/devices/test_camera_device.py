@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import ConfigError, open_device
 from opusim.camera.speckle import Speckle
 from opusim.devices.camera import CameraDevice
-from opusim.devices.registry import open_device
 from opusim.encodings import split_frames
-from opusim.errors import ConfigError
 from tests.opusim.common import SILENT, refuses, ternary
 
 

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from opusim.devices.base import NoisyDevice
+from opusim import NoisyDevice, open_device
 from opusim.devices.lighton import translated
-from opusim.devices.registry import open_device
 from opusim.errors import (
     CapabilityMissing,
     ConfigError,

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import NoisyDevice, load_description, open_device
 from opusim.camera.diagnosis import _shared
-from opusim.description.schema import load_description
-from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
 from opusim.devices.camera import CameraDevice
-from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, NoiseBelowCertificate
 from opusim.testing.faults import KIND, Fault, faulty_device
 from tests.opusim.common import refuses

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import NoiseModel, list_devices, open_device
 from opusim.description.schema import FrameSettings, load_description, packaged_names
 from opusim.devices import kinds
 from opusim.devices.certificate import Certificate, GaussianLaw, OtherLaw, digest_of, load_certificate
 from opusim.devices.kinds import capabilities_of, device_kinds, devices_that, register_device
-from opusim.devices.registry import list_devices, open_device
 from opusim.devices.simulated import GaussianDevice, IdealDevice
 from opusim.devices.usage import Usage, UsageMeter
 from opusim.errors import CapabilityMissing, ConfigError
-from opusim.noise import NoiseModel
 from tests.opusim.common import refuses, spent_by
 from tests.support.certificates import certificate_of
 from tests.support.discrete_noise import DiscreteNoise

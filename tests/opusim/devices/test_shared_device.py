@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from opusim import NoisyDevice, open_device, open_shared_device
+from opusim import NoisyDevice, RunFolderError, open_device, open_shared_device
 from opusim.devices.access import (
     FOLDER_VARIABLE,
     ExclusiveUse,
@@ -25,7 +25,6 @@ from opusim.devices.access import (
 from opusim.errors import DeviceUnavailable, NoiseUnknown
 from opusim.noise import GaussianNoise
 from opusim.testing.contract import N_INPUTS, N_OUTPUTS, DeviceContract
-from opusim.training.errors import RunFolderError
 from opusim.training.runs.storage import LOCK_FILE, only_writer
 from tests.opusim.common import refuses
 from tests.support.shared_device_ranks import ENCODINGS, PARTS, SHARES, rank_tensors

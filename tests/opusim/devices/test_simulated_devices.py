@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from opusim import NoisyDevice, open_device
 from opusim.devices import base
-from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import SingleOutputTest
-from opusim.devices.registry import open_device
 from opusim.errors import CapabilityMissing, DeviceUnavailable
 from opusim.medium.transmission import IMAGINARY_PLANE, REAL_PLANE, Medium
 from tests.opusim.common import refuses, ternary, with_threads
@@ -217,8 +216,10 @@ def test_what_is_no_frame_is_refused_in_one_line(x: np.ndarray, message: str) ->
 def test_other_misuse_is_refused_by_name() -> None:
     x = frames()
     with open_device("ideal", n_inputs=N_INPUTS, n_outputs=N_OUTPUTS) as device:
-        refuses(TypeError, "x .* float64: .* uint8", device.intensities, np.zeros((2, 5)), packed=True)
-        floats, integers = np.empty((6, 49), np.float32), np.empty((6, 50), np.int64)
+        wide, floats, integers = np.zeros((2, 5)), np.empty((6, 49), np.float32), np.empty((6, 50), np.int64)
+        refuses(
+            TypeError, "dtype torch.float64: packed frames are uint8", device.intensities, wide, packed=True
+        )
         refuses(ValueError, r"out has shape \(6, 49\): must be \(6, 50\)", device.intensities, x, out=floats)
         refuses(TypeError, "out has dtype int64: must be float32, or", device.intensities, x, out=integers)
         codes = np.empty((6, 50), np.uint8)

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from opusim.devices.base import NoisyDevice
-from opusim.devices.registry import open_device
-from opusim.errors import ConfigError
+from opusim import ConfigError, NoisyDevice, open_device
 from opusim.testing.contract import DeviceContract
 
 ROOT = Path(__file__).parents[3]

@@ -17,9 +17,8 @@ import pytest
 import torch
 import zmq
 
-from opusim import open_device
+from opusim import load_description, open_device
 from opusim.camera.from_description import noise_line
-from opusim.description.schema import load_description
 from opusim.devices.access import FOLDER_VARIABLE, ExclusiveUse
 from opusim.errors import DeviceBusy
 from opusim.serving.connections import Message, read_message, told_error

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from opusim import open_device, register_device
-from opusim.description.schema import load_description
-from opusim.devices.base import NoisyDevice
+from opusim import NoisyDevice, load_description, open_device, register_device
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import DeviceBusy, DeviceFault, DeviceTimeout, DeviceUnavailable, NoiseBelowCertificate
 from opusim.serving.instrument import MOST_ROWS, Instrument

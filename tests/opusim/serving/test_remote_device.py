@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from opusim import open_device
+from opusim import NoisyDevice, load_description, open_device
 from opusim.crossbar.layers import DeviceLinear
-from opusim.description.schema import load_description
-from opusim.devices.base import NoisyDevice
 from opusim.errors import CapabilityMissing, ConfigError, DeviceFault, DeviceUnavailable
 from opusim.noise import GaussianNoise, PhotonCountNoise
 from opusim.serving.instrument import Instrument, same_medium

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from opusim import checks
+from opusim import NoisyDevice, checks, open_device
 from opusim.description.schema import DeviceDescription, load_description
-from opusim.devices.base import NoisyDevice
 from opusim.devices.camera import CameraDevice
-from opusim.devices.registry import open_device
 from opusim.devices.simulated import GaussianDevice
 from opusim.errors import NoiseUnknown
 from opusim.noise import GaussianNoise

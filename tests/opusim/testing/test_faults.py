@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from opusim import hw_configs
-from opusim.description.schema import load_description
+from opusim import hw_configs, load_description, open_device, register_device
 from opusim.devices import kinds
 from opusim.devices.camera import CameraDevice
-from opusim.devices.kinds import register_device
-from opusim.devices.registry import open_device
 from opusim.errors import ConfigError, DeviceFault, DeviceUnavailable
 from opusim.testing.faults import KIND, Fault, FaultyDevice, faulty_device
 from tests.opusim.common import refuses

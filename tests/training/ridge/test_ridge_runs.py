@@ -147,9 +147,7 @@ def test_a_released_model_fits_every_label_of_a_record_equally_well(
     sums = design.label_sums(x, y, CLASSES)
     sigma = noise_of(paid.mu, sums.largest)
     model = read_array(tmp_path / "labels.safetensors")
-    solved = (
-        model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES
-    )  # R, up to rounding of the solve
+    solved = model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES  # R, up to rounding
     seen = solved
     if exactly_rounded:
         seen = np.rint(solved / grid_of(sigma)) * grid_of(sigma)

@@ -96,17 +96,13 @@ def test_links_and_files_exist(page: Path) -> None:
 
 
 def test_broken_links_and_unwelcome_words_are_caught() -> None:
-    assert broken_links(README, "[a](docs/nothing.md) [b](docs/privacy-labels.md#99-nothing)") == [
-        "docs/nothing.md",
-        "docs/privacy-labels.md#99-nothing",
-    ]
+    for target in ("docs/nothing.md", "docs/privacy-labels.md#99-nothing"):
+        assert broken_links(README, f"[a]({target})") == [target]
     assert broken_links(README, "[a](docs/privacy-labels.md#5-randomized-response)") == []
     assert missing_files("see opusim/nothing.py and opusim/errors.py") == ["opusim/nothing.py"]
     assert missing_files("`docs/zo.md`, `tests/faults`, tests/support") == ["docs/zo.md", "tests/faults"]
-    assert missing_names("`opusim.noise`, `opusim.nothing`, `opusim.accounting.composition.calibrat`") == [
-        "opusim.nothing",
-        "opusim.accounting.composition.calibrat",
-    ]
+    for name in ("opusim.nothing", "opusim.accounting.composition.calibrat"):
+        assert missing_names(f"`opusim.noise`, `{name}`") == [name]
     assert unwelcome("It goes on with `alone`, as nobody knows.") == ["nobody", "goes on"]
 
 
@@ -152,14 +148,14 @@ def test_claims_of_the_readme_are_measured() -> None:
 
 
 def test_contributing_says_where_things_are() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text().split("## Where to change what")[1].split("## ")[0]
-    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    text = CONTRIBUTING.read_text()
+    places = text.split("## Where to change what")[1].split("## ")[0]
+    rows = [line for line in places.splitlines() if line.startswith("| ")][2:]
     assert len(rows) == 10
     for row in rows:
         named = re.findall(r"`([\w/.]+)`", row)
         assert len(named) >= 2, row
         assert [name for name in named if not (ROOT / name).exists()] == []
-    text = CONTRIBUTING.read_text()
     assert misplaced(text) == []
     wrong = text.replace("`fill_numbers`", "`fill_nothing`")
     assert misplaced(wrong) == ["opusim/camera/stages.py: fill_nothing"]
@@ -169,7 +165,7 @@ def test_contributing_says_where_things_are() -> None:
         for path in (ROOT / package).glob("*/__init__.py")
         if not path.parent.is_symlink()
     }
-    assert listed_folders(CONTRIBUTING.read_text()) == folders
+    assert listed_folders(text) == folders
 
 
 def misplaced(text: str) -> list[str]:

@@ -63,8 +63,6 @@ def written(path: Path, content: bytes) -> Path:
     return path
 
 
-# data files
-
 IDX = bytes([0, 0, 8, 3]) + struct.pack(">3I", 2, 3, 3) + bytes(18)
 
 
@@ -191,9 +189,6 @@ def test_labelled_texts(folder: Path, content: bytes) -> None:
     file = written(folder / "texts.tsv", content)
     found = read_or_refused(lambda: read_texts(file), DataError, names="texts.tsv")
     assert found is None or len(found[0]) == len(found[1]) > 0
-
-
-# runs
 
 
 class Dead(Callback):
@@ -334,8 +329,6 @@ def test_saves_of_private_loops(folder: Path, data: st.DataObject) -> None:
     read_or_refused(lambda: read_save(file.parent), RunFolderError, names="loop")
 
 
-# results
-
 SEARCH = SearchState(
     asked={"configuration": "a" * 32}, payment=1, draw=Draw(trials=(("optimizer.lr=0.1",),), seed=1),
     started=[0], scores={0: 0.5},
@@ -349,10 +342,7 @@ def states(place: Path) -> dict[str, tuple[Any, Callable[[Path], Any]]]:
     del state["seal"]  # so that what stands behind it is attacked, too
     row = Row(identity="bp-1", status="done", figures={"test_accuracy": 0.5}, noise_std=0.1)
     return {
-        STATE_FILE: (
-            state,
-            lambda path: SearchState.read(path.parent),
-        ),
+        STATE_FILE: (state, lambda path: SearchState.read(path.parent)),
         "row.json": (
             {"schema_version": 1, **json.loads(json.dumps(row.__dict__, default=dict))},
             lambda path: accuracy(read_row(path)),
@@ -365,34 +355,16 @@ def accuracy(row: Row | None) -> Any:
     return row and (row.accuracy, row.proven_epsilon, row.claimed_epsilon)
 
 
+RESULT = AuditResult(
+    **{"epsilon_lower": 0.5, "ceiling": 3.0, "n_in": 20, "n_out": 20},
+    **{"threshold": 0.1, "false_positives": 1, "false_negatives": 2},
+    plan=AuditPlan(threat_model="sees the weights", pair="with and without", delta=1e-5),
+)
+FOUND = {"attack": "difference", "members": "1.0", "others": "0.5", "auc": 0.9, "result": RESULT}
 AUDIT = Audit(
-    findings=tuple(
-        Finding(
-            role=role,
-            attack="difference",
-            members="1.0",
-            others="0.5",
-            auc=0.9,
-            result=AuditResult(
-                epsilon_lower=0.5,
-                ceiling=3.0,
-                n_in=20,
-                n_out=20,
-                threshold=0.1,
-                false_positives=1,
-                false_negatives=2,
-                plan=AuditPlan(threat_model="sees the weights", pair="with and without", delta=1e-5),
-            ),
-        )
-        for role in Role
-    ),
-    guarantees=(),
-    trials=40,
-    control_trials=40,
-    seed=1,
-    steps=3,
-    played=Played.STEP,
-).to_json()
+    findings=tuple(Finding(role=role, **FOUND) for role in Role), guarantees=(),
+    trials=40, control_trials=40, seed=1, steps=3, played=Played.STEP,
+).to_json()  # fmt: skip
 
 
 def told(audit: Audit) -> Any:
@@ -404,13 +376,10 @@ def told(audit: Audit) -> Any:
 @given(name=st.sampled_from(["row.json", "audit.json", STATE_FILE]), data=st.data())
 def test_results(folder: Path, name: str, data: st.DataObject) -> None:
     sound, read = states(folder)[name]
-    file = written(
-        folder / name, data.draw(damaged_values(sound).map(to_json) | damaged_bytes(to_json(sound)))
-    )
+    content = data.draw(damaged_values(sound).map(to_json) | damaged_bytes(to_json(sound)))
+    file = written(folder / name, content)
     read_or_refused(lambda: read(file), RunFolderError, names=name)
 
-
-# served devices
 
 USE = Entry(
     time="2026-01-01T00:00:00", device="camera", user="ada", run="r", calls=1,

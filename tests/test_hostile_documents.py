@@ -52,8 +52,6 @@ def written(path: Path, content: bytes | str) -> Path:
     return path
 
 
-# descriptions, certificates, keys
-
 DESCRIPTIONS = {name: load_description(name).dump() for name in packaged_names()}
 
 
@@ -73,24 +71,15 @@ def test_device_descriptions(folder: Path, content: dict[str, Any]) -> None:
 
 CERTIFICATES = [
     Certificate(
-        device="camera",
-        description_digest="0" * 32,
-        date="2026-01-01",
-        n_inputs=2,
-        n_outputs=2,
-        frames=10,
-        confidence=0.99,
-        beta=1e-6,
-        noise=law,
-        estimates={"gain": {"value": 1.0, "low": 0.9, "high": 1.1}},
-        tests=[{"text": "independent", "standard_errors": 1.0, "holds": True}],
-        remarks=["a remark"],
+        device="camera", description_digest="0" * 32, date="2026-01-01", n_inputs=2, n_outputs=2, frames=10,
+        confidence=0.99, beta=1e-6, noise=law, estimates={"gain": {"value": 1.0, "low": 0.9, "high": 1.1}},
+        tests=[{"text": "independent", "standard_errors": 1.0, "holds": True}], remarks=["a remark"],
     ).dump()
     for law in (
         GaussianLaw(std=0.01),
         PhotonCountLaw(dark_e_low=1.0, dark_e_high=2.0, light_ratio_low=0.9, light_ratio_high=1.1),
     )
-]
+]  # fmt: skip
 
 
 @examples(150)
@@ -132,8 +121,6 @@ def test_configurations_of_appliances(folder: Path, content: bytes) -> None:
     with patch("importlib.util.find_spec"):  # lightonml is found
         read_or_refused(lambda: require_lighton("opu", settings), DeviceUnavailable, names="opu.json")
 
-
-# configurations and sweeps
 
 CONFIGURATIONS = [
     RunConfig().model_dump(mode="json"),
@@ -189,9 +176,6 @@ def test_bytes_as_any_toml_file(folder: Path, content: bytes) -> None:
     file = written(folder / "bytes.toml", content)
     for read in (load_description, load_certificate, load_config, lambda path: points_of(*read_spec(path))):
         read_or_refused(lambda read=read: read(file), ConfigError, names="bytes.toml")  # type: ignore[misc]
-
-
-# ledgers
 
 
 def ledger_in(folder: Path) -> Path:
@@ -276,9 +260,6 @@ def test_statements(statement: dict[str, Any], data: st.DataObject) -> None:
     found = read_or_refused(lambda: Statement.from_json(content), ValueError)
     if found is not None:
         assert Statement.from_json(found.to_json()) == found
-
-
-# what such files did once
 
 
 def test_what_json_toml_and_paths_cannot_hold_is_refused() -> None:

@@ -41,9 +41,8 @@ def test_every_pinned_version_has_its_hash_and_its_licence() -> None:
     assert {name: pins("requirements-hashes.txt").get(name) for name in pinned} == pinned
     entries = re.split(r"^(?=[\w.-]+==)", hashed, flags=re.MULTILINE)[1:]
     assert all("--hash=sha256:" in entry for entry in entries)
-    listed = re.findall(
-        r"^\| \[([\w.-]+)\]\(.+\) \| (.+) \| .+ \|$", (ROOT / "THIRD_PARTY.md").read_text(), re.M
-    )
+    page = (ROOT / "THIRD_PARTY.md").read_text()
+    listed = re.findall(r"^\| \[([\w.-]+)\]\(.+\) \| (.+) \| .+ \|$", page, re.M)
     assert {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in listed} == pinned
 
 

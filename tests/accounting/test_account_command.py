@@ -136,9 +136,8 @@ def test_a_ledger_of_two_kinds_is_refused(account: Account, tmp_path: Path) -> N
         assert (code, "no step was paid for yet; train first" in told) == (2, True)
         ledger.pay(0, STEP)
         ledger.pay(1, Unprotected(what="bp without protection"))
-    assert (
-        "record_central, unprotected: no accountant covers them together" in account("run", str(tmp_path))[2]
-    )
+    told = account("run", str(tmp_path))[2]
+    assert "record_central, unprotected: no accountant covers them together" in told
 
 
 def test_hits_are_those_of_the_trade_off() -> None:

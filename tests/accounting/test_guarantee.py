@@ -30,17 +30,10 @@ from opusim.accounting.theorems import known_theorems, theorem
 from tests.support.imports import ROOT, imports_of
 
 SOUND = Guarantee(
-    epsilon=1.0,
-    delta=1e-5,
-    unit=Unit.RECORD,
-    adjacency=Adjacency.ZERO_OUT,
-    release=Release.EVERY_UPDATE,
-    status=Status.PROVEN,
-    mechanism="noise",
-    source="theorem record-clipping by hand",
-    assumptions=(Assumption(text="checked", holds=True), Assumption(text="on trust")),
-    epsilon_lower=0.9,
-)
+    epsilon=1.0, delta=1e-5, unit=Unit.RECORD, adjacency=Adjacency.ZERO_OUT, release=Release.EVERY_UPDATE,
+    status=Status.PROVEN, mechanism="noise", source="theorem record-clipping by hand",
+    assumptions=(Assumption(text="checked", holds=True), Assumption(text="on trust")), epsilon_lower=0.9,
+)  # fmt: skip
 FAILED = Assumption(text="no", holds=False)
 
 

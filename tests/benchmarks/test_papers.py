@@ -95,9 +95,8 @@ def test_curves_of_other_data(results: Path, monkeypatch: pytest.MonkeyPatch) ->
     stale = [{**found["points"][0], "point": {"trainer.clip": 9.0}}, *found["points"][1:]]
     results_file.save_results(curves.name_of("cifar-10"), {"data": "cifar-10", "points": stale})
     curves.main(data="cifar-10", seeds="0,1")
-    assert curves.finished("cifar-10").keys() == {
-        (p["row"], p["epsilon"], p["seed"]) for p in found["points"]
-    }
+    keys = {(p["row"], p["epsilon"], p["seed"]) for p in found["points"]}
+    assert curves.finished("cifar-10").keys() == keys
     assert ours("Convex", "Figure 3")[0] == "smaller"
 
 
@@ -276,9 +275,8 @@ def test_laplace_sgd_moves_by_the_clip_at_most(seed: int, clip: float) -> None:
 
 def test_laplace_sgd_adds_laplace_noise_of_its_scale(seed: int) -> None:
     """The mean size of Laplace(6) is 6, with that standard deviation; a Gaussian of its variance has another mean."""
-    trainer = LaplaceSgd(
-        scale=2.0, clip=3.0, divisor=1.0, rate=1.0, stream=SeededStream(seed, "central-noise")
-    )
+    stream = SeededStream(seed, "central-noise")
+    trainer = LaplaceSgd(scale=2.0, clip=3.0, divisor=1.0, rate=1.0, stream=stream)
     found = []
     for step in range(50):
         before = trainer.model.linear.weight.detach().clone()

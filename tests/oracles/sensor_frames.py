@@ -37,18 +37,13 @@ class Sensor:
         black = self.black + self.gain * share * step / 2
         top = self.gain * (self.well + share * step / 2) + self.black
         return {
-            "gain_dn_per_e": self.gain,
-            "black_level_dn": black,
-            "read_noise_e": (self.read**2 + share * step**2 / 4) ** 0.5,
-            "dark_current_e_per_s": self.dark,
-            "dark_spread_e_per_s": self.dark * self.dark_spread,
-            "prnu": self.prnu,
+            "gain_dn_per_e": self.gain, "black_level_dn": black,
+            "read_noise_e": (self.read**2 + share * step**2 / 4) ** 0.5, "dark_current_e_per_s": self.dark,
+            "dark_spread_e_per_s": self.dark * self.dark_spread, "prnu": self.prnu,
             "dsnu_e": (self.dsnu**2 + share * (1 - share) * step**2 / 4) ** 0.5,
             "saturation_e": (min(top, 2**self.bits - 1) - black) / self.gain,
-            "quantum_efficiency": self.efficiency,
-            "linearity_error": 0.0,
-            "light_noise": self.lamp,
-        }
+            "quantum_efficiency": self.efficiency, "linearity_error": 0.0, "light_noise": self.lamp,
+        }  # fmt: skip
 
 
 SENSORS = {
@@ -142,8 +137,6 @@ def recording(
     return {
         "dark": np.stack([pixels.take(0.0, t, frames) for t in exposures]),
         "flat": np.stack([pixels.take(p, t, frames) for p, t in zip(light, exposures, strict=True)]),
-        "dark_exposure_us": 1e6 * exposures,
-        "flat_exposure_us": 1e6 * exposures,
-        "bits": np.array(sensor.bits),
-        "flat_photons": light,
-    }
+        "dark_exposure_us": 1e6 * exposures, "flat_exposure_us": 1e6 * exposures,
+        "bits": np.array(sensor.bits), "flat_photons": light,
+    }  # fmt: skip

@@ -79,9 +79,8 @@ _NAMES = ("", "kind", "schema", "schema_version", "steps", "a.b", "__class__", "
 def damaged_bytes(content: bytes) -> st.SearchStrategy[bytes]:
     """Random bytes, and a sound file that is cut, has other bytes in it, or is repeated."""
     place = st.integers(0, len(content))
-    piece = st.binary(max_size=12) | st.sampled_from(
-        [b"\0", b"\xff\xfe", b"\n", b'"', b"{", b"[" * 200, b"9" * 5000]
-    )
+    odd = [b"\0", b"\xff\xfe", b"\n", b'"', b"{", b"[" * 200, b"9" * 5000]
+    piece = st.binary(max_size=12) | st.sampled_from(odd)
     return st.one_of(
         st.binary(max_size=200),
         place.map(lambda end: content[:end]),
@@ -105,11 +104,8 @@ def damaged_values(content: Any, *, odd: tuple[Any, ...] = ODD) -> st.SearchStra
 
 def to_toml(content: Mapping[str, Any]) -> str:
     """Return a document as TOML, also if it holds infinite numbers, dates or long integers; None leaves a key out."""
-    return "".join(
-        f"{json.dumps(_writable(key))} = {_toml(value)}\n"
-        for key, value in content.items()
-        if value is not None
-    )
+    given = {key: value for key, value in content.items() if value is not None}
+    return "".join(f"{json.dumps(_writable(key))} = {_toml(value)}\n" for key, value in given.items())
 
 
 def to_json(content: Any) -> bytes:
@@ -164,11 +160,8 @@ def _writable(text: str) -> str:
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{json.dumps(_writable(k))} = {_toml(v)}" for k, v in value.items() if v is not None)
-            + "}"
-        )
+        pairs = (f"{json.dumps(_writable(k))} = {_toml(v)}" for k, v in value.items() if v is not None)
+        return "{" + ", ".join(pairs) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(_toml(item) for item in value if item is not None) + "]"
     if isinstance(value, str):

@@ -28,13 +28,9 @@ LIMIT_S = 3 * TIMEOUT_S
 """How long the other process may take to end: it may wait to join, and once for an exchange."""
 STEPS = 4000
 CONFIG = config_of(
-    {"kind": "bp"},
-    mode="release",
-    protection={"kind": "record", "clip_norm": 1.0, "noise_multiplier": 4.0},
-    sampler={"scheme": "poisson", "batch_size": 6},
-    epochs=STEPS // 10,
-    checkpoint={"every_steps": 7},
-)
+    {"kind": "bp"}, mode="release", protection={"kind": "record", "clip_norm": 1.0, "noise_multiplier": 4.0},
+    sampler={"scheme": "poisson", "batch_size": 6}, epochs=STEPS // 10, checkpoint={"every_steps": 7},
+)  # fmt: skip
 
 
 def computed(folder: Path, attempt: int) -> dict[int, int]:

@@ -25,17 +25,13 @@ def _poisson(random: Random, rates: np.ndarray) -> np.ndarray:
     return random.poisson(rates).astype(np.float64)
 
 
-def _unchanged(random: Random, dn: np.ndarray, first: int) -> np.ndarray:
-    return dn
-
-
 @dataclass(frozen=True, kw_only=True)
 class SensorFault:
     """What a faulty sensor does in place of the twin's; numbers come with that of their first frame."""
 
     counts: Counts = _poisson  # electrons of frames with some expected electrons, shape (frames, pixels)
-    analog: Numbers = _unchanged  # before the converter, DN, from the sound ones
-    codes: Numbers = _unchanged  # behind the converter, from the sound ones
+    analog: Numbers = lambda random, dn, first: dn  # before the converter, DN, from the sound ones
+    codes: Numbers = lambda random, dn, first: dn  # behind the converter, from the sound ones
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,13 +56,7 @@ class PlantedExposure(Exposure):
         return torch.from_numpy(self._numbers(pixel[0] * light + pixel[1], pixel[2]).astype(np.float32))
 
     def recover(
-        self,
-        y: torch.Tensor,
-        field: torch.Tensor,
-        total: np.ndarray,
-        decode: np.ndarray,
-        shift: np.ndarray,
-        stream: NoiseStream,
+        self, y: torch.Tensor, field: torch.Tensor, total: Any, decode: Any, shift: Any, *rest: Any
     ) -> None:
         """See `Exposure`; the four frames of a row are p, a - p, n and a - n."""
         parts = field.double().numpy().reshape(2, 2, len(y), -1)  # (parts of the field, signs, rows, pixels)
@@ -111,32 +101,17 @@ def cascade(random: Random, rates: np.ndarray) -> np.ndarray:
     return random.poisson(random.poisson(rates)).astype(np.float64)
 
 
-def drifting_black(random: Random, dn: np.ndarray, first: int) -> np.ndarray:
-    """The black level wanders by half a DN over some 100 frames."""
-    return dn + 0.5 * np.sin(2 * np.pi * (first + np.arange(len(dn))) / 97)[:, None]
-
-
-def wide_words(random: Random, dn: np.ndarray, first: int) -> np.ndarray:
-    """Data of 12 bits at the upper end of words of 16."""
-    return 16 * dn
-
-
-def repeated_bits(random: Random, dn: np.ndarray, first: int) -> np.ndarray:
-    """The same, the lowest bits filled with the highest."""
-    return 16 * dn + np.floor(dn / 256)
-
-
-def gamma(random: Random, dn: np.ndarray, first: int) -> np.ndarray:
-    """A display's gamma of 0.45 above the black level."""
-    return 100 + 3995 * np.maximum((dn - 100) / 3995, 0) ** 0.45
-
-
 CAMERAS: dict[str, SensorFault | None] = {
     "sound": None,
     "half of the Poisson variance": SensorFault(counts=half_variance),
     "counts of counts": SensorFault(counts=cascade),
-    "12 bits in words of 16": SensorFault(codes=wide_words),
-    "12 bits in words of 16, repeated": SensorFault(codes=repeated_bits),
-    "drifting black level": SensorFault(analog=drifting_black),
-    "gamma 0.45": SensorFault(analog=gamma),
-}
+    # data at the upper end of words of 16 bits, and the same, the lowest bits filled with the highest
+    "12 bits in words of 16": SensorFault(codes=lambda random, dn, first: 16 * dn),
+    "12 bits in words of 16, repeated": SensorFault(codes=lambda random, dn, first: 16 * dn + np.floor(dn / 256)),
+    "drifting black level": SensorFault(  # it wanders by half a DN over some 100 frames
+        analog=lambda random, dn, first: dn + 0.5 * np.sin(2 * np.pi * (first + np.arange(len(dn))) / 97)[:, None]
+    ),
+    "gamma 0.45": SensorFault(  # of a display, above the black level
+        analog=lambda random, dn, first: 100 + 3995 * np.maximum((dn - 100) / 3995, 0) ** 0.45
+    ),
+}  # fmt: skip

@@ -271,13 +271,9 @@ def log_steps(private: opusim.PrivateTraining, file: Path) -> None:
 def found(private: opusim.PrivateTraining, start: Tensor) -> dict[str, Any]:
     """What a process can say at the end."""
     return {
-        "start": start,
-        "end": vector(private.module),
-        "step": private.step,
-        "stopped": private.stopped,
-        "epsilon": private.epsilon,
-        "statement": json.dumps(private.statement().to_json(), sort_keys=True),
-    }
+        "start": start, "end": vector(private.module), "step": private.step, "stopped": private.stopped,
+        "epsilon": private.epsilon, "statement": json.dumps(private.statement().to_json(), sort_keys=True),
+    }  # fmt: skip
 
 
 def vector(module: nn.Module) -> Tensor:

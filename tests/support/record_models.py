@@ -123,21 +123,18 @@ def tokens(n: int) -> Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)), features(4)),
     "linear over positions": (
-        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
-        features(6, 4),
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), features(6, 4),
     ),
     "convolution in 1d": (
         lambda: nn.Sequential(
-            nn.Conv1d(2, 4, 3, padding=1, groups=2),
-            nn.Tanh(),
+            nn.Conv1d(2, 4, 3, padding=1, groups=2), nn.Tanh(),
             nn.Conv1d(4, 3, 2, stride=2, dilation=2, bias=False),
         ),
         features(2, 9),
     ),
     "convolution in 2d": (
         lambda: nn.Sequential(
-            nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular"),
-            nn.ReLU(inplace=True),
+            nn.Conv2d(2, 4, 3, padding="same", padding_mode="circular"), nn.ReLU(inplace=True),
             nn.Conv2d(4, 4, (2, 3), stride=(2, 1), padding=(1, 0)),
         ),
         features(2, 6, 7),
@@ -183,8 +180,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     ),
     "transformer encoder": (
         lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=True),
-            2,
+            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=True), 2,
             enable_nested_tensor=False,
         ),
         features(5, 4),
@@ -194,8 +190,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "decoder": (lambda: Decoder("no"), tokens),
     "padded embedding": (lambda: nn.Embedding(VOCABULARY, 3, padding_idx=0), tokens),
     "linear used twice": (
-        lambda: Custom(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Linear(4, 4)),
-        features(4),
+        lambda: Custom(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Linear(4, 4)), features(4),
     ),
     "convolution used twice": (
         lambda: Custom(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Conv2d(2, 2, 3, padding=1)),
@@ -225,8 +220,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     ),
     "bilinear": (lambda: Custom(lambda m, x: m.f(x, x), f=nn.Bilinear(4, 4, 3)), features(4)),
     "unused layer": (
-        lambda: Custom(lambda m, x: m.used(x), used=nn.Linear(4, 3), unused=nn.Linear(4, 3)),
-        features(4),
+        lambda: Custom(lambda m, x: m.used(x), used=nn.Linear(4, 3), unused=nn.Linear(4, 3)), features(4),
     ),
     "frozen weights": (_frozen, features(4)),
 }  # fmt: skip

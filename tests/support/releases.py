@@ -154,21 +154,16 @@ def _scored_run(folder: Path) -> tuple[Run, float]:
     """The run that all trials of a search are given, and its accuracy on the held-out records."""
     config = load_config(_SEARCH)
     run = training.train(config.replaced(protection={"epsilon": 0.1}), folder=folder)
-    return run, float(
-        evaluate_split(run.model, load_data(run.config, None).validation, run.config.loss)["accuracy"]
-    )
+    held_out = load_data(run.config, None).validation
+    return run, float(evaluate_split(run.model, held_out, run.config.loss)["accuracy"])
 
 
 _SEARCH: dict[str, Any] = {
-    "mode": "release",
-    "epochs": 1,
-    "threads": 1,
-    "data": {"name": "digits", "validation_fraction": 0.2},
-    "trainer": {"kind": "convex", "hyperplanes": 8},
-    "optimizer": {"lr": 1.5, "momentum": 0.0},
+    "mode": "release", "epochs": 1, "threads": 1, "data": {"name": "digits", "validation_fraction": 0.2},
+    "trainer": {"kind": "convex", "hyperplanes": 8}, "optimizer": {"lr": 1.5, "momentum": 0.0},
     "sampler": {"scheme": "disjoint-cyclic", "batch_size": 100},
     "protection": {"kind": "last-iterate", "epsilon": 0.5},
-}
+}  # fmt: skip
 
 
 def _scores(folder: Path) -> np.ndarray:
@@ -194,14 +189,10 @@ def _scores(folder: Path) -> np.ndarray:
 
 def _common(trainer: str, protection: str) -> dict[str, Any]:
     return {
-        "mode": "release",
-        "epochs": 1,
-        "threads": 1,
-        "model": {},
+        "mode": "release", "epochs": 1, "threads": 1, "model": {},
         "data": {"n_classes": _CLASSES, "validation_fraction": 0.0, "standardise": False},
-        "trainer": {"kind": trainer},
-        "protection": {"kind": protection},
-    }
+        "trainer": {"kind": trainer}, "protection": {"kind": protection},
+    }  # fmt: skip
 
 
 RELEASES: Mapping[str, Callable[[Path], np.ndarray]] = {

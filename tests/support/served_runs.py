@@ -384,13 +384,11 @@ def main(folder: Path, seconds: float) -> None:
         "bob": partial(play.start, "bob", "bob", partial(behind_a_bad_network, play, folder, until)),
         "victim": partial(play.start, "victim", "bob", partial(be_a_victim, play.address, first, notes)),
         "calibration": partial(
-            play.start,
-            "calibration",
-            "alice",
+            play.start, "calibration", "alice",
             partial(calibrate_again_and_again, f"{play.address}&exclusive&run=calibration", law, notes),
         ),
         "vandal": partial(play.start, "vandal", "bob", partial(vandalise, play.lab, play.address, notes)),
-    }
+    }  # fmt: skip
     for start in starts.values():
         start()
     Faults(play, starts["alice"], starts["victim"]).inject(until)

@@ -59,11 +59,9 @@ def deviations(taken: np.ndarray, q: float) -> dict[str, float]:
         "steps": variance * math.sqrt((steps - 1) * n),
     }
     found = {
-        "rate": centred.sum(),
-        "records": (by_record**2).sum() - n * steps * variance,
-        "pairs": (by_step**2).sum() - n * steps * variance,
-        "steps": (centred[1:] * centred[:-1]).sum(),
-    }
+        "rate": centred.sum(), "records": (by_record**2).sum() - n * steps * variance,
+        "pairs": (by_step**2).sum() - n * steps * variance, "steps": (centred[1:] * centred[:-1]).sum(),
+    }  # fmt: skip
     return {name: float(found[name] / errors[name]) for name in errors}
 
 

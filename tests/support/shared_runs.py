@@ -56,15 +56,11 @@ def batch_norm() -> nn.Module:
 def config_of(trainer: Config, **changes: Any) -> Config:
     """Return a configuration; with `own`, one for a module."""
     config: Config = {
-        "seed": 3,
-        "epochs": 2,
-        "threads": 1,
-        "model": {"hidden": [8]},
+        "seed": 3, "epochs": 2, "threads": 1, "model": {"hidden": [8]},
         "data": {"n_classes": N_CLASSES, "validation_fraction": 0.0},
-        "sampler": {"scheme": "fixed-size", "batch_size": 15},
-        "trainer": trainer,
+        "sampler": {"scheme": "fixed-size", "batch_size": 15}, "trainer": trainer,
         "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.5},
-    }
+    }  # fmt: skip
     config |= changes
     if "own" in changes:
         del config["own"], config["model"]
@@ -86,20 +82,15 @@ BANDED = {
 }
 NOISY = {
     "protection": {"kind": "record", "clip_norm": 1.0, "noise_multiplier": NOISE},
-    "sampler": {"scheme": "poisson", "batch_size": N_RECORDS},
-    "model": {"hidden": list(WIDTHS)},
-    "optimizer": {"name": "sgd", "lr": 1.0, "momentum": 0.0},
-    "checkpoint": {"keep": 2},
-    "epochs": 1,
-}
+    "sampler": {"scheme": "poisson", "batch_size": N_RECORDS}, "model": {"hidden": list(WIDTHS)},
+    "optimizer": {"name": "sgd", "lr": 1.0, "momentum": 0.0}, "checkpoint": {"keep": 2}, "epochs": 1,
+}  # fmt: skip
 """One step whose update is the noise over the divisor."""
 MANY = {
     "protection": {"kind": "record", "clip_norm": 1.0, "noise_multiplier": 1.0},
-    "sampler": {"scheme": "poisson", "batch_size": 6},
-    "checkpoint": {"every_steps": 1000},
-    "epochs": 24,
+    "sampler": {"scheme": "poisson", "batch_size": 6}, "checkpoint": {"every_steps": 1000}, "epochs": 24,
     "mode": "release",
-}
+}  # fmt: skip
 POINTS = {"points": ["2", "5"], "slices": "shared"}
 DEVICE = {"device": {"noise": {"sigma": 0.3}}}
 

@@ -21,16 +21,10 @@ from opusim.accounting.mechanisms.zeroth_order import ZoGaussian
 
 BETA, DELTA = 1e-6, 1e-5
 CERTIFICATE = CertificateFacts(
-    digest="a" * 32,
-    device="mine",
-    date="2026-11-20",
-    age_days=2,
-    beta=BETA,
-    law="Gaussian, standard deviation 0.09 at each of 64 outputs",
-    remarks=("outputs are independent",),
-    every_steps=10,
-    finds=0.1,
-)
+    digest="a" * 32, device="mine", date="2026-11-20", age_days=2, beta=BETA,
+    law="Gaussian, standard deviation 0.09 at each of 64 outputs", remarks=("outputs are independent",),
+    every_steps=10, finds=0.1,
+)  # fmt: skip
 CLIPPED = {"noise_multiplier": 1.3, "sampling_probability": 0.1, "clip_norm": 1.0, "divisor": 64.0}
 RECORD = RecordCentral(**CLIPPED, device_noise=True, beta=BETA, certificate=CERTIFICATE.digest)
 NAMED = {"device_noise": True, "beta": BETA, "certificate": CERTIFICATE.digest}

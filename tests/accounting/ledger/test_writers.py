@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -54,14 +55,6 @@ def half_a_line() -> Iterator[None]:
 
 
 @contextmanager
-def failing(name: str, error: BaseException) -> Iterator[None]:
-    """A call of the system fails."""
-
-    with mock.patch.object(os, name, side_effect=error):
-        yield
-
-
-@contextmanager
 def limited(path: Path, more: int) -> Iterator[None]:
     """The system lets files grow by a few bytes only: a true error of a file system, EFBIG."""
     kept = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -72,14 +65,14 @@ def limited(path: Path, more: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, kept)
 
 
-def io_error() -> OSError:
-    return OSError(errno.EIO, os.strerror(errno.EIO))
+def failing(name: str) -> Any:
+    return mock.patch.object(os, name, side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
 
 
 FAULTS: dict[str, Callable[[Path], object]] = {
     "half a line": lambda path: half_a_line(),
-    "fsync": lambda path: failing("fsync", io_error()),
-    "head": lambda path: failing("replace", io_error()),
+    "fsync": lambda path: failing("fsync"),
+    "head": lambda path: failing("replace"),
     "no byte": lambda path: limited(path, 0),
     "some bytes": lambda path: limited(path, 60),
 }
@@ -126,7 +119,7 @@ def test_a_failed_return_leaves_the_steps_paid(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = opened(path)
     ledger.pay(0, STEP, until=100)
-    with failing("fsync", io_error()), pytest.raises(OSError, match="Input/output error"):
+    with failing("fsync"), pytest.raises(OSError, match="Input/output error"):
         ledger.return_unused()
     with pytest.raises(OSError, match="takes nothing more"):
         ledger.pay(1, STEP, until=100)

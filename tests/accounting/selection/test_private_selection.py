@@ -343,11 +343,8 @@ def test_searches_add_up_at_equal_shares_and_only_alike_ones() -> None:
     mixed = replace(other, trials=(SAMPLED,), adjacency=Adjacency.ZERO_OUT)
     assert guarantees([mixed], delta=DELTA)[0].theorem == "selection-of-noisy-sums"
     others = {
-        "adjacency": Adjacency.ZERO_OUT,
-        "release": Release.EVERY_UPDATE,
-        "unit": Unit.LABEL,
-        "rests_on": "x",
-    }
+        "adjacency": Adjacency.ZERO_OUT, "release": Release.EVERY_UPDATE, "unit": Unit.LABEL, "rests_on": "x",
+    }  # fmt: skip
     for name, value in others.items():
         with pytest.raises(NoGuarantee, match=f"searches: {name} differs"):
             guarantees([one, replace(other, **{name: value})], delta=DELTA)

@@ -93,8 +93,7 @@ FAULTS = (
     Fault(
         name="clipped_by_layer",
         breaks="Each of L layers is clipped to C by itself, so that a record contributes up to sqrt(L) C.",
-        trainers=(*FEEDBACKS, "ulr"),
-        checks=("contribution: norm over layers",),
+        trainers=(*FEEDBACKS, "ulr"), checks=("contribution: norm over layers",),
         plant=lambda: replaced(f"{_RECORD}._factors", _each_layer_to_c),
     ),
     Fault(
@@ -105,18 +104,15 @@ FAULTS = (
     Fault(
         name="divided_by_realised_size",
         breaks="The noisy sum is divided by the batch's own size, which tells that size.",
-        trainers=(*FEEDBACKS, "ulr"),
-        protections=("record", "label-amplified"),
+        trainers=(*FEEDBACKS, "ulr"), protections=("record", "label-amplified"),
         checks=("batch size: variance",),
         plant=lambda: all_replaced({f"{one}.set_gradients": _by_batch for one in (_RECORD, _LABELS)}),
     ),
     Fault(
         name="clipped_together",
         breaks="All records of a batch have the factor of their mean norm, so that a long one exceeds the clip.",
-        trainers=FEEDBACKS,
-        checks=("records: contribution",),
-        plant=lambda: replaced(f"{_RECORD}._factors", _of_the_mean),
-        small_batches=True,
+        trainers=FEEDBACKS, checks=("records: contribution",),
+        plant=lambda: replaced(f"{_RECORD}._factors", _of_the_mean), small_batches=True,
     ),
 )  # fmt: skip
 OF_ONE_RUN = (

@@ -13,17 +13,13 @@ from tests.support.faults.base import all_replaced, replaced
 
 def ungrouped() -> AbstractContextManager[None]:
     """Every record of a user is clipped by itself, so that a user exceeds the bound."""
+    begin = "opusim.training.networks.record_gradients.tape:RecordTape.begin"
+    leave_out = "opusim.training.networks.contributions.sums:Contributions.leave_out"
 
-    return all_replaced(
-        {
-            "opusim.training.networks.record_gradients.tape:RecordTape.begin": lambda before: (
-                lambda self, records, group=1: before(self, records * group)
-            ),
-            "opusim.training.networks.contributions.sums:Contributions.leave_out": lambda _: (
-                lambda self, padding: None
-            ),
-        }
-    )
+    def alone(before: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, records, group=1: before(self, records * group)
+
+    return all_replaced({begin: alone, leave_out: lambda _: lambda self, padding: None})
 
 
 def split() -> AbstractContextManager[None]:

@@ -102,10 +102,8 @@ def test_options_are_listed_by_topic_and_word() -> None:
     assert "optimizer.lr" not in shown.output
     shown = CliRunner().invoke(app, ["train", "options", "--search", "read_noise"])
     assert "device.camera.sensor.read_noise_e" in shown.output
-    for arguments, reason in (
-        (["zoo"], "no topic; take one of run"),
-        (["--search", "qqq"], "no key has this word"),
-    ):
+    wrong = ((["zoo"], "no topic; take one of run"), (["--search", "qqq"], "no key has this word"))
+    for arguments, reason in wrong:
         refused = CliRunner().invoke(app, ["train", "options", *arguments])
         assert reason in str(refused.exception)
 

@@ -42,9 +42,7 @@ def test_rank_and_time_out_are_checked_as_well(tmp_path: Path, monkeypatch: pyte
     assert "RANK = '2': must be a whole number of processes before this one, in [0, 1]" in result.stderr
     for value in ("nan", "1e300", "0"):
         monkeypatch.setenv("OPUSIM_PROCESS_TIMEOUT_S", value)
-        with pytest.raises(
-            ValueError, match=rf"OPUSIM_PROCESS_TIMEOUT_S = '{value}': must be a number of seconds"
-        ):
+        with pytest.raises(ValueError, match=rf"PROCESS_TIMEOUT_S = '{value}': must be a number of seconds"):
             Ranks()
     result = opusim("--wait", "\N{SUPERSCRIPT TWO}", "device", "list", cwd=tmp_path)
     assert result.stderr.startswith("opusim: --wait ")
@@ -53,9 +51,8 @@ def test_rank_and_time_out_are_checked_as_well(tmp_path: Path, monkeypatch: pyte
 def test_a_name_that_is_not_utf8_is_refused_before_any_work(tmp_path: Path) -> None:
     result = opusim("train", "bp", "--out", NOT_UTF8, cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr == (
-        "opusim: command line: run\\xff: is not UTF-8; choose another name, or rename it\n"
-    )
+    said = "opusim: command line: run\\xff: is not UTF-8; choose another name, or rename it\n"
+    assert result.stderr == said
     path = tmp_path / NOT_UTF8
     with pytest.raises(RunFolderError, match="is not UTF-8"), only_writer(path, "run folder"):
         pass
@@ -208,9 +205,7 @@ def test_a_seal_reads_only_what_was_added(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_device_of_the_program_resumes_by_the_program(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    for kind, words in (
-        ("my_kind", f"opusim.train(folder={str(tmp_path)!r}, resume=True)"),
-        ("camera", "opusim train"),
-    ):
+    by_program = f"opusim.train(folder={str(tmp_path)!r}, resume=True)"
+    for kind, words in (("my_kind", by_program), ("camera", "opusim train")):
         folder.config_file.write_text(json.dumps({"device": {"kind": kind}}))
         assert folder.resume_command.startswith(words)

@@ -10,17 +10,12 @@ from opusim.training.config import RunConfig, load_config
 
 
 def test_a_changed_kind_brings_its_own_defaults(tmp_path: Path) -> None:
-    assert load_config(RunConfig(), ["protection.kind=record", "protection.epsilon=3"]) == load_config(
-        {"protection": {"kind": "record", "epsilon": 3.0}}
-    )
-    zo = load_config({"trainer": {"kind": "zo"}})
-    assert load_config(zo, ["trainer.kind=convex", "epochs=2"]) == load_config(
-        {"trainer": {"kind": "convex"}, "epochs": 2}
-    )
-    ulr = load_config({"trainer": {"kind": "ulr"}})  # its clip is a word, that of convex a number
-    assert load_config(ulr, ["trainer.kind=convex", "epochs=2"]) == load_config(
-        {"trainer": {"kind": "convex"}, "epochs": 2}
-    )
+    record = load_config({"protection": {"kind": "record", "epsilon": 3.0}})
+    assert load_config(RunConfig(), ["protection.kind=record", "protection.epsilon=3"]) == record
+    convex = load_config({"trainer": {"kind": "convex"}, "epochs": 2})
+    for kind in ("zo", "ulr"):  # the clip of ulr is a word, that of convex a number
+        other = load_config({"trainer": {"kind": kind}})
+        assert load_config(other, ["trainer.kind=convex", "epochs=2"]) == convex
     own = load_config({"trainer": {"kind": "zo"}, "optimizer": {"lr": 0.5}, "sampler": {"batch_size": 250}})
     changed = load_config(own, ["trainer.kind=bp"])
     assert (changed.optimizer.lr, changed.optimizer.momentum, changed.sampler.batch_size) == (0.5, 0.9, 250)
@@ -86,14 +81,9 @@ def test_a_file_then_changes_then_settings(tmp_path: Path) -> None:
 
 
 def test_the_configuration_survives_its_own_json(tmp_path: Path) -> None:
-    config = load_config(
-        settings=[
-            "device.noise.sigma=0.7",
-            "model.hidden=[3,4]",
-            "sampler.scheme=poisson-min-batch",
-            "sampler.min_batch_size=2",
-        ]
-    )
+    settings = ["device.noise.sigma=0.7", "model.hidden=[3,4]"]
+    settings += ["sampler.scheme=poisson-min-batch", "sampler.min_batch_size=2"]
+    config = load_config(settings=settings)
     assert config.device.overrides == {"noise": {"sigma": 0.7}}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"schema_version": 2, "config": config.model_dump(mode="json")}))

@@ -44,6 +44,7 @@ NULL = merged(
     {"sampler": {"scheme": "poisson", "batch_size": 12}, "protection": {"kind": "record", "epsilon": 3.0}},
 )
 """The same with a public number of records, which is the default."""
+SHORT = {"epochs": 1, "protection": {"noise_multiplier": 1.3, "epsilon": None}}
 TRAINERS = ("bp", "pdfa", "ulr", "zo", "convex")
 
 
@@ -218,9 +219,7 @@ def test_a_data_set_that_was_split_before_must_fit_too(tmp_path: Path) -> None:
     with pytest.raises(NoGuarantee, match="data.split = 'content' does not fit the relation 'zero_out'"):
         training.train(of_trainer(NULL, "bp"), data=split_before("content"), folder=tmp_path / "b")
     assert not list(tmp_path.iterdir())
-    known = merged(
-        of_trainer(ADDED, "bp"), {"protection": {"noise_multiplier": 1.3, "epsilon": None}, "epochs": 1}
-    )
+    known = merged(of_trainer(ADDED, "bp"), SHORT)
     for number, data in enumerate((split_before("content"), split_before("id"))):
         training.train(known, data=data, folder=tmp_path / f"right{number}")
     with pytest.raises(RunFolderError, match="held records out by id, and these are held out by content"):
@@ -228,9 +227,7 @@ def test_a_data_set_that_was_split_before_must_fit_too(tmp_path: Path) -> None:
     x, y = (torch.from_numpy(part) for part in arrays(60))
     train, none = Split(x.float(), y), Split(x[:0].float(), y[:0])
     plain = {"name": "own", "n_classes": 3, "test": None, "standardisation": Standardisation.identity()}
-    given = Dataset(
-        train=train, validation=none, **plain
-    )  # no record was held out: the statement is about these
+    given = Dataset(train=train, validation=none, **plain)  # no record was held out
     run = training.train(known, data=given, folder=tmp_path / "given")
     assert run.facts["data"]["split"] == "given"
     with pytest.raises(ConfigError, match=r"'content' is not that of the given Dataset \(given\)"):
@@ -240,20 +237,17 @@ def test_a_data_set_that_was_split_before_must_fit_too(tmp_path: Path) -> None:
 def test_labels_may_be_split_by_any_rule(tmp_path: Path) -> None:
     """Their features are public, so no rule about features tells of a label."""
     config = {"epochs": 1, "model": {"hidden": [4]}, "data": {"n_classes": 3, "split": "content"}}
-    config |= {
-        "sampler": {"batch_size": 8},
-        "protection": {"kind": "label-randomized-response", "epsilon": 2.0},
-    }
-    run = training.train({**config, "trainer": {"kind": "bp"}}, data=arrays(60), folder=tmp_path)
+    config |= {"trainer": {"kind": "bp"}, "sampler": {"batch_size": 8}}
+    config |= {"protection": {"kind": "label-randomized-response", "epsilon": 2.0}}
+    run = training.train(config, data=arrays(60), folder=tmp_path)
     assert (run.facts["data"]["split"], run.guarantees[0].adjacency) == ("content", "replace_one")
 
 
 def test_ids_that_come_with_the_arrays_decide(tmp_path: Path) -> None:
     x, y = arrays(60)
     ids = np.array([f"p{number % 30}" for number in range(60)])  # two records a person
-    run = training.train(
-        merged(of_trainer(ADDED, "bp"), {"mode": "experiment"}), data=(x, y, ids), folder=tmp_path / "run"
-    )
+    config = merged(of_trainer(ADDED, "bp"), {"mode": "experiment"})
+    run = training.train(config, data=(x, y, ids), folder=tmp_path / "run")
     data = load_data(run.config, (x, y, ids))
     assert (data.split, run.facts["data"]["split"]) == ("id", "id")
     assert (len(data.train) % 2, len(data.train)) == (0, run.facts["data"]["n_train"])
@@ -276,9 +270,9 @@ def test_ids_that_come_with_the_arrays_decide(tmp_path: Path) -> None:
 def test_a_sweep_holds_records_out_as_each_point_says(tmp_path: Path) -> None:
     """The data set of the last point is kept for the next, but not where its split is another."""
     added = merged(
-        of_trainer(ADDED, "bp"), {"epochs": 1, "protection": {"noise_multiplier": 1.3, "epsilon": None}}
+        merged(of_trainer(ADDED, "bp"), SHORT),
+        {"data": {"name": "digits", "n_classes": None}, "mode": "experiment"},
     )
-    added = merged(added, {"data": {"name": "digits", "n_classes": None}, "mode": "experiment"})
     null = merged(added, {"protection": {"relation": "zero_out"}})
     for name, config, split in (("a", added, "content"), ("b", null, "index"), ("c", added, "content")):
         run_point(load_config(config), tmp_path / name, tmp_path / f"{name}.json")

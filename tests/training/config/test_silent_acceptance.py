@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -113,9 +114,8 @@ USELESS: list[tuple[str, dict[str, Any], Any]] = [
 def test_a_key_that_does_nothing_is_refused(key: str, base: dict[str, Any], value: Any) -> None:
     load_config(base)
     values = merged(base, nested(key, value))
-    with pytest.raises(
-        ConfigError, match=rf"{key}: .* does nothing here: it needs .*; (set .*, or )?leave it out"
-    ) as caught:
+    told = rf"{key}: .* does nothing here: it needs .*; (set .*, or )?leave it out"
+    with pytest.raises(ConfigError, match=told) as caught:
         load_config(values)
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="does nothing"):
@@ -148,9 +148,7 @@ def test_a_resolved_configuration_is_taken_back(kind: str, protection: str, tmp_
 
 @pytest.mark.parametrize(("key", "value"), [("model.name", "vit-small"), ("loss", "my.losses:focal")])
 def test_a_value_for_other_trainers_is_refused(key: str, value: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{key}: '{value}' is not for trainer.kind = 'zo', .* use that, or"
-    ):
+    with pytest.raises(ConfigError, match=f"{key}: '{value}' is not for trainer.kind = 'zo', .* that, or"):
         load_config({"trainer": {"kind": "zo"}, **nested(key, value)})
 
 
@@ -190,56 +188,47 @@ def resolved_by_command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Run
     return config
 
 
-SAME: list[tuple[list[str], str]] = [
-    (["pdfa", "--protect", "record", "--epsilon", "3"], 'protection = {kind = "record", epsilon = 3.0}'),
+SAME: list[tuple[str, str]] = [
+    ("pdfa --protect record --epsilon 3", 'protection = {kind = "record", epsilon = 3.0}'),
     (
-        ["bp", "--protect", "label-amplified", "--noise-multiplier", "2"],
+        "bp --protect label-amplified --noise-multiplier 2",
         'protection = {kind = "label-amplified", noise_multiplier = 2.0}',
     ),
     (
-        ["bp", "--protect", "label-randomized-response", "--epsilon", "3"],
+        "bp --protect label-randomized-response --epsilon 3",
         'protection = {kind = "label-randomized-response", epsilon = 3.0}',
     ),
     (
-        ["zo", "--protect", "record", "--epsilon", "3", "--law", "laplace", "--delta", "0"],
+        "zo --protect record --epsilon 3 --law laplace --delta 0",
         'trainer.law = "laplace"\nprotection = {kind = "record", epsilon = 3.0, delta = 0.0}',
     ),
-    (["zo"], ""),
-    (["convex"], ""),
-    (["convex", "--method", "full"], 'sampler.scheme = "full-batch"'),
-    (["convex", "--epsilon", "3"], "protection.epsilon = 3.0"),
-    (["convex", "--epsilon", "3", "--release"], 'mode = "release"\nprotection.epsilon = 3.0'),
-    (["convex", "--epsilon", "3", "--method", "poisson"], 'sampler.scheme = "poisson"\nprotection.epsilon = 3.0'),
-    (["convex", "--epsilon", "3", "--method", "poisson"], 'protection = {kind = "record", epsilon = 3.0}'),
-    (["dfa", "--sigma", "0.2"], "trainer.sigma = 0.2"),
-    (["bp", "--sigma", "0"], "trainer.sigma = 0.0"),
-    (["pdfa", "--sigma", "0.2"], "device.noise.sigma = 0.2"),
+    ("zo", ""),
+    ("convex", ""),
+    ("convex --method full", 'sampler.scheme = "full-batch"'),
+    ("convex --epsilon 3", "protection.epsilon = 3.0"),
+    ("convex --epsilon 3 --release", 'mode = "release"\nprotection.epsilon = 3.0'),
+    ("convex --epsilon 3 --method poisson", 'sampler.scheme = "poisson"\nprotection.epsilon = 3.0'),
+    ("convex --epsilon 3 --method poisson", 'protection = {kind = "record", epsilon = 3.0}'),
+    ("dfa --sigma 0.2", "trainer.sigma = 0.2"),
+    ("bp --sigma 0", "trainer.sigma = 0.0"),
+    ("pdfa --sigma 0.2", "device.noise.sigma = 0.2"),
+    ("ulr --sigma 0.2 --device ideal", 'trainer = {sigma = 0.2, noise = "device"}\ndevice.name = "ideal"'),
     (
-        ["ulr", "--sigma", "0.2", "--device", "ideal"],
-        'trainer = {sigma = 0.2, noise = "device"}\ndevice.name = "ideal"',
-    ),
-    (
-        ["convex", "--epsilon", "3", "--device", "ideal"],
+        "convex --epsilon 3 --device ideal",
         'trainer.gates = "device"\nprotection = {epsilon = 3.0, noise = "device"}\ndevice.name = "ideal"',
     ),
-    (
-        ["zo", "--text", "t.tsv", "--language-model", "hub/name"],
-        'trainer.language = {text = "t.tsv", model = "hub/name"}',
-    ),
+    ("zo --text t.tsv --language-model hub/name", 'trainer.language = {text = "t.tsv", model = "hub/name"}'),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "toml"), SAME)
 def test_a_key_means_the_same_from_everywhere(
-    arguments: list[str], toml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: str, toml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, *flags = arguments
+    kind, *flags = arguments.split()
     file = tmp_path / "run.toml"
-    file.write_text(
-        f'{toml}\ntrainer.kind = "{kind}"\n'
-        if "trainer = {" not in toml
-        else toml.replace("trainer = {", f'trainer = {{kind = "{kind}", ')
-    )
+    named = toml.replace("trainer = {", f'trainer = {{kind = "{kind}", ')
+    file.write_text(named if named != toml else f'{toml}\ntrainer.kind = "{kind}"\n')
     by_command = resolved_by_command(monkeypatch, kind, *flags)
     by_file = resolved_by_command(monkeypatch, kind, "--config", str(file))
     assert by_command == by_file == load_config(file)
@@ -258,35 +247,32 @@ def test_another_scheme_than_the_protection_needs_is_refused_not_overridden(tmp_
         opusim.train(values, folder=tmp_path)
 
 
-REFUSED: list[tuple[list[str], str]] = [
-    (["train", "zo", "--text", "t.tsv"], r"--text: '.*t.tsv' does nothing here: it needs .*--language-model"),
-    (["train", "pdfa", "--config", "zo.toml"], "zo.toml: trainer.kind: 'zo' contradicts .*use: opusim train"),
-    (["train", "zo", "--config", "pdfa.json"], r"trainer.kind: 'pdfa' contradicts the command"),
-    (["train", "pdfa", "--seed", "3", "--release"], "seed: 3 does nothing here: it needs mode ="),
-    (["train", "dfa", "--set", "trainer.planes=4"], r"trainer.planes: 4 does nothing here"),
-    (["train", "pdfa", "--set", "optimizer.lr=1e30"], r"lr = 1e\+30 exceeds 10000.*lower it"),
-    (["train", "bp", "--sigma", "1e300"], r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
-    (["train", "pdfa", "--sigma", "1e300"], r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
-    (["train", "zo", "--language-model", "m", "--prompt", "It was"], r"prompt = 'It was' must hold \{text\}"),
+REFUSED: list[tuple[str, str]] = [
+    ("train zo --text t.tsv", r"--text: '.*t.tsv' does nothing here: it needs .*--language-model"),
+    ("train pdfa --config zo.toml", "zo.toml: trainer.kind: 'zo' contradicts .*use: opusim train"),
+    ("train zo --config pdfa.json", r"trainer.kind: 'pdfa' contradicts the command"),
+    ("train pdfa --seed 3 --release", "seed: 3 does nothing here: it needs mode ="),
+    ("train dfa --set trainer.planes=4", r"trainer.planes: 4 does nothing here"),
+    ("train pdfa --set optimizer.lr=1e30", r"lr = 1e\+30 exceeds 10000.*lower it"),
+    ("train bp --sigma 1e300", r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
+    ("train pdfa --sigma 1e300", r"sigma = 1e\+300 exceeds 1e\+12.*lower it"),
+    ("train zo --language-model m --prompt 'It was'", r"prompt = 'It was' must hold \{text\}"),
     (
-        ["account", "poisson-gaussian", "--target-epsilon=1", "--noise-multiplier=2", "--sampling-probability=0.1"],
+        "account poisson-gaussian --target-epsilon=1 --noise-multiplier=2 --sampling-probability=0.1",
         r"--noise-multiplier = 2 and --target-epsilon = 1 contradict each other.*leave one of them out",
     ),
-    (["curve", "spec.toml", "--draw-only", "--jobs", "2"], "--draw-only trains nothing; leave --jobs"),
-    (["curve", "spec.toml", "--cluster", "tcp://a:1", "--jobs", "2"], "--jobs = 2 does nothing with"),
-    (
-        ["account", "convex-plan", "--target-epsilon", "1", "--batches", "9", "--epochs", "3"],
-        r"--epochs = 3 does nothing",
-    ),
+    ("curve spec.toml --draw-only --jobs 2", "--draw-only trains nothing; leave --jobs"),
+    ("curve spec.toml --cluster tcp://a:1 --jobs 2", "--jobs = 2 does nothing with"),
+    ("account convex-plan --target-epsilon 1 --batches 9 --epochs 3", r"--epochs = 3 does nothing"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_a_contradiction_is_refused_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_a_contradiction_is_refused_in_one_line(arguments: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "zo.toml").write_text('trainer.kind = "zo"\n')
     (tmp_path / "pdfa.json").write_text(json.dumps({"config": RunConfig().model_dump(mode="json")}))
     before = set(tmp_path.iterdir())
-    result = command(*arguments, cwd=tmp_path)
+    result = command(*shlex.split(arguments), cwd=tmp_path)
     assert result.returncode == 2, result
     (line,) = result.stderr.strip().splitlines()
     assert re.search(message, line), line

@@ -87,8 +87,7 @@ def test_poisson_batches_release_every_update_for_replacing_a_record(tmp_path: P
 
 
 def test_full_batches_are_batches_too(tmp_path: Path) -> None:
-    config = {**CONFIG, "sampler": {"scheme": "full-batch"}}
-    run = training.train(config, data=data(), folder=tmp_path)
+    run = training.train({**CONFIG, "sampler": {"scheme": "full-batch"}}, data=data(), folder=tmp_path)
     (mechanism,) = read_ledger(tmp_path).mechanisms
     assert isinstance(mechanism, ConvexLastIterate)
     assert mechanism.batches == 1
@@ -220,9 +219,6 @@ def test_a_file_gives_the_method_unless_given(tmp_path: Path, given: list, kind:
     assert (config.protection.kind, config.protection.epsilon, config.sampler.scheme) == (kind, 5.0, scheme)
 
 
-# A device that fails
-
-
 D, P, K, B = 5, 6, 3, 8
 LAST_STEP = AT_STEP + 13
 
@@ -241,14 +237,12 @@ def run(folder: Path, device: Path) -> Any:
     x, y = generator.normal(size=(48, D)), np.arange(48) % K
     if folder.exists():
         return training.train(data=(x, y), folder=folder, resume=True)
-    config = {
-        "epochs": 6, "threads": 1, "data": {"n_classes": K, "mean": 0.0, "std": 1.0, "validation_fraction": 0.0},
-        "trainer": {"kind": "convex", "hyperplanes": P, "regularisation": 0.05},
-        "optimizer": {"lr": 1.5, "momentum": 0.0}, "sampler": {"scheme": "disjoint-cyclic", "batch_size": B},
-        "protection": {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"},
-        "device": {"name": str(device), "noise": {"sigma": 0.5}}, "checkpoint": {"every_steps": AT_STEP, "keep": 100},
+    changes = {
+        "epochs": 6, "trainer": {"regularisation": 0.05}, "sampler": {"batch_size": B},
+        "protection": {"noise": "device"}, "device": {"name": str(device), "noise": {"sigma": 0.5}},
+        "checkpoint": {"every_steps": AT_STEP, "keep": 100},
     }  # fmt: skip
-    return training.train(config, data=(x, y), folder=folder)
+    return training.train(merged(CONFIG, changes), data=(x, y), folder=folder)
 
 
 def kept(folder: Path, step: int) -> Tensor:

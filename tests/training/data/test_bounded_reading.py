@@ -314,20 +314,12 @@ def runs(unfinished: Path, tmp_path_factory: pytest.TempPathFactory, stop_at: ty
 EVALUATE, REPORT, RESUME = ("evaluate",), ("report",), ("train", "resume", "--quiet")
 ACCOUNT, REPLAY = ("account", "run"), ("zo", "replay")
 READERS = {
-    ("bp", "config.json"): EVALUATE,
-    ("bp", "checkpoints/step-0000000003.safetensors"): EVALUATE,
-    ("bp", "metrics.jsonl"): REPORT,
-    ("bp", "timing.jsonl"): REPORT,
-    ("bp", "audit.json"): REPORT,
-    ("bp", "ledger.jsonl"): ACCOUNT,
-    ("bp", "ledger.head"): ACCOUNT,
-    ("bp", "lock"): RESUME,
-    ("zo", "steps.zo"): REPLAY,
-    ("zo", "steps.mark.json"): REPLAY,
-    ("zo", "base.safetensors"): REPLAY,
-    ("components", "components.safetensors"): EVALUATE,
-    ("monitored", "baseline.safetensors"): RESUME,
-}
+    ("bp", "config.json"): EVALUATE, ("bp", "checkpoints/step-0000000003.safetensors"): EVALUATE,
+    ("bp", "metrics.jsonl"): REPORT, ("bp", "timing.jsonl"): REPORT, ("bp", "audit.json"): REPORT,
+    ("bp", "ledger.jsonl"): ACCOUNT, ("bp", "ledger.head"): ACCOUNT, ("bp", "lock"): RESUME,
+    ("zo", "steps.zo"): REPLAY, ("zo", "steps.mark.json"): REPLAY, ("zo", "base.safetensors"): REPLAY,
+    ("components", "components.safetensors"): EVALUATE, ("monitored", "baseline.safetensors"): RESUME,
+}  # fmt: skip
 """A command that reads each file of a run folder."""
 
 

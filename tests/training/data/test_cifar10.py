@@ -109,9 +109,6 @@ def test_missing_and_damaged_archives_are_named(tmp_path: Path) -> None:
         read_cifar10(tmp_path)
 
 
-# The idx format
-
-
 SIDE = 3
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,10 @@ CONFIG = {
     "epochs": 3, "threads": 1, "model": {"hidden": [8]}, "data": {"components": SMALL, "n_classes": 3},
     "sampler": {"batch_size": 30}, "trainer": {"kind": "dfa"},
 }  # fmt: skip
+PRIVATE = {
+    "sampler": {"scheme": "poisson", "batch_size": 30},
+    "protection": {"kind": "record", "epsilon": 3.0},
+}
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -135,15 +140,10 @@ def test_a_resumed_run_takes_the_stored_components(tmp_path: Path, stop_at: type
 
 
 def test_private_records_have_no_components(tmp_path: Path) -> None:
-    config = {
-        **CONFIG,
-        "sampler": {"scheme": "poisson", "batch_size": 30},
-        "protection": {"kind": "record", "epsilon": 3.0},
-    }
     with pytest.raises(NoGuarantee, match="data.components = 4: principal components.*private records"):
-        training.train(config, data=data(), folder=tmp_path / "run")
+        training.train({**CONFIG, **PRIVATE}, data=data(), folder=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    labels = {**config, "protection": {"kind": "label-amplified", "epsilon": 3.0}}
+    labels = {**CONFIG, **PRIVATE, "protection": {"kind": "label-amplified", "epsilon": 3.0}}
     assert training.train(labels, data=data(), folder=tmp_path / "run").guarantees[0].status == "proven"
 
 
@@ -157,12 +157,8 @@ def test_components_of_fewer_records_than_features_are_the_same() -> None:
     np.testing.assert_allclose(few.axes, many.axes, rtol=1e-6, atol=1e-9)
 
 
-OF_IMAGES = {
-    **CONFIG,
-    "data": {"components": SMALL, "components_from": "synthetic", "n_classes": 3, "mean": 0.5, "std": 0.3},
-    "sampler": {"scheme": "poisson", "batch_size": 30},
-    "protection": {"kind": "record", "epsilon": 3.0},
-}
+SYNTHETIC = {"components": SMALL, "components_from": "synthetic", "n_classes": 3}
+OF_IMAGES = {**CONFIG, **PRIVATE, "data": {**SYNTHETIC, "mean": 0.5, "std": 0.3}}
 
 
 def images(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -176,10 +172,8 @@ def test_synthetic_components_hold_nothing_of_the_records(tmp_path: Path) -> Non
     assert [run.guarantees[0].status for run in runs] == ["proven", "proven"]
     first, second = (read_array(run.folder.components_file) for run in runs)
     assert np.array_equal(first, second)
-    assert (
-        runs[0].evaluate(*images(1))["accuracy"]
-        == training.load_run(tmp_path / "1").evaluate(*images(1))["accuracy"]
-    )
+    again = training.load_run(tmp_path / "1")
+    assert runs[0].evaluate(*images(1))["accuracy"] == again.evaluate(*images(1))["accuracy"]
     unprotected = {**CONFIG, "data": {**OF_IMAGES["data"], "components_from": "records"}}
     fitted = training.train(unprotected, data=images(1), folder=tmp_path / "fitted")
     assert not np.array_equal(read_array(fitted.folder.components_file), first)
@@ -191,10 +185,13 @@ def test_a_protected_run_resumes_with_synthetic_components(tmp_path: Path, stop_
     assert training.train(data=images(1), folder=tmp_path, resume=True).guarantees[0].status == "proven"
 
 
-def test_synthetic_components_are_for_images(tmp_path: Path) -> None:
-    config = {**CONFIG, "data": {"components": SMALL, "components_from": "synthetic", "n_classes": 3}}
-    with pytest.raises(ConfigError, match=r"data.components_from: 'synthetic' is for images.*\(7,\)"):
-        training.train(config, data=data(), folder=tmp_path / "run")
+@pytest.mark.parametrize(("keys", "message"), [
+    (SYNTHETIC, r"data.components_from: 'synthetic' is for images.*\(7,\)"),
+    ({"components": SMALL, "components_mirrored": True}, "data.components_mirrored.*does nothing here"),
+])  # fmt: skip
+def test_what_is_of_images_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        training.train(merged(CONFIG, {"data": keys}), data=data(), folder=tmp_path / "run")
 
 
 def test_mirrored_components_are_the_same_for_mirror_images(tmp_path: Path) -> None:
@@ -213,19 +210,11 @@ def test_mirrored_components_are_the_same_for_mirror_images(tmp_path: Path) -> N
     assert found[False] > 0.1
 
 
-def test_mirrored_components_are_those_of_invented_images(tmp_path: Path) -> None:
-    config = merged(CONFIG, {"data": {"components": SMALL, "components_mirrored": True}})
-    with pytest.raises(ConfigError, match="data.components_mirrored.*does nothing here"):
-        training.train(config, data=data(), folder=tmp_path / "run")
-
-
 def test_random_shapes_are_images_in_the_unit_interval() -> None:
     found = random_shapes((3, 16, 20), 400)
     assert found.shape == (400, 3, 16, 20)
     assert float(found.min()) == 0.0
     assert 0.9 < float(found.max()) <= 1.0
     assert torch.equal(found, random_shapes((3, 16, 20), 400))
-    corners = (
-        found[:, :, 0, 0].mean(dim=1).view(-1, 2).mean(dim=0)
-    )  # of images with shapes in the middle, of others
+    corners = found[:, :, 0, 0].mean(dim=1).view(-1, 2).mean(dim=0)  # shapes in the middle, others
     assert float(corners[0]) < 0.05 < float(corners[1])

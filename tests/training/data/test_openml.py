@@ -25,6 +25,7 @@ ARFF = b"""@RELATION tiny
 3,4,0
 5,6,1
 """
+QUIET = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")  # of retries
 SOURCE = OpenmlSource(data_id=7, name="tiny", n_train=2, n_test=1)
 
 
@@ -55,11 +56,8 @@ def _point_scikit_learn_at(address: str, cache: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SCIKIT_LEARN_DATA", str(cache))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(_openml.time, "sleep", lambda _: None)  # between its retries
-    for name, path in (
-        ("_DATA_INFO", "data"),
-        ("_DATA_FEATURES", "features"),
-        ("_DATA_QUALITIES", "qualities"),
-    ):
+    paths = {"_DATA_INFO": "data", "_DATA_FEATURES": "features", "_DATA_QUALITIES": "qualities"}
+    for name, path in paths.items():
         monkeypatch.setattr(_openml, name, f"{address}/{path}/{{}}")
 
 
@@ -99,9 +97,7 @@ def test_downloads_and_divides_in_the_published_order(answers: dict[str, bytes])
     assert parts["test"][1].tolist() == [1]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning", "ignore::RuntimeWarning"
-)  # scikit-learn tells of its retries
+@QUIET
 @pytest.mark.parametrize("broken", ["/data/7", "/tiny.arff"])
 def test_a_server_that_fails_gives_one_clear_line(answers: dict[str, bytes], broken: str) -> None:
     del answers[broken]
@@ -111,7 +107,7 @@ def test_a_server_that_fails_gives_one_clear_line(answers: dict[str, bytes], bro
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
+@QUIET
 def test_a_changed_file_is_refused(answers: dict[str, bytes]) -> None:
     answers["/tiny.arff"] = ARFF.replace(b"255", b"254")
     with pytest.raises(DataError, match=r"could not be downloaded.*md5 checksum"):

@@ -27,29 +27,24 @@ from opusim.training.data.public_maps import (
     ScatteringMap,
     map_from_facts,
 )
-from opusim.training.engine.callbacks import Callback
 from opusim.training.engine.plan import RunPlan, load_data, with_own_inputs
 from tests.support.private_loops import private_loop
+from tests.support.run_folders import require_resumed_alike
 
 CONFIG: dict[str, Any] = {
     "trainer": {"kind": "bp"}, "model": {"hidden": []}, "data": {"features": "optical:ideal", "n_features": 300},
     "optimizer": {"name": "adam", "lr": 0.01}, "epochs": 6,
 }  # fmt: skip
+PRIVATE: dict[str, Any] = {
+    "protection": {"kind": "record", "epsilon": 8.0, "clip_norm": 1.0},
+    "sampler": {"scheme": "poisson", "batch_size": 64},
+}
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(public_maps.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "features"
-
-
-class PowerCut(Callback):
-    """Ends a run in its fifth step."""
-
-    def on_step(self, *, step: int) -> None:
-        """Stop without a word to the run."""
-        if step == 5:
-            raise RuntimeError("power cut")
 
 
 def test_a_run_trains_on_the_devices_intensities(tmp_path: Path) -> None:
@@ -61,10 +56,8 @@ def test_a_run_trains_on_the_devices_intensities(tmp_path: Path) -> None:
     test = load_dataset("digits", validation_fraction=0.1, split_seed=0).test
     with open_device("ideal", n_inputs=64, n_outputs=300) as device:
         wanted = device.intensities((test.x > 0).to(torch.uint8))
-    mapped = OpticalMap.from_facts(facts).apply(test.x)
-    torch.testing.assert_close(
-        mapped.float() * facts["spread"] + facts["centre"], wanted, rtol=2e-3, atol=0.1
-    )
+    mapped = OpticalMap.from_facts(facts).apply(test.x).float()
+    torch.testing.assert_close(mapped * facts["spread"] + facts["centre"], wanted, rtol=2e-3, atol=0.1)
     found = training.load_run(tmp_path / "run").evaluate(*raw_digits())
     assert found["accuracy"] == pytest.approx(run.summary["test_accuracy"], abs=1e-9)
     plain = training.train({**CONFIG, "data": {}}, folder=tmp_path / "plain")
@@ -100,24 +93,14 @@ def test_own_records_leave_no_copy(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["gaussian", "camera"])
-def test_a_resumed_run_equals_an_uninterrupted_one_on_a_noisy_device(device: str, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_noise_of_a_whole_one(device: str, tmp_path: Path, stop_at: type) -> None:
     config = {**CONFIG, "data": {"features": f"optical:{device}", "n_features": 50}, "epochs": 2}
-    whole = training.train(config, folder=tmp_path / "whole")
-
-    with pytest.raises(RuntimeError, match="power cut"):
-        training.train(config, folder=tmp_path / "cut", watcher=PowerCut())
-    resumed = training.train(folder=tmp_path / "cut", resume=True)
+    whole, resumed = require_resumed_alike(tmp_path, config, None, stop_at(5))
     assert resumed.summary == whole.summary
 
 
 def test_a_private_run_on_public_features_is_proven(tmp_path: Path) -> None:
-    config = {
-        **CONFIG,
-        "protection": {"kind": "record", "epsilon": 8.0, "clip_norm": 1.0},
-        "sampler": {"scheme": "poisson", "batch_size": 64},
-        "epochs": 1,
-    }
-    run = training.train(config, folder=tmp_path / "run")
+    run = training.train({**CONFIG, **PRIVATE, "epochs": 1}, folder=tmp_path / "run")
     proven = [guarantee for guarantee in run.guarantees if guarantee.status == "proven"]
     assert proven
     assert proven[0].epsilon <= 8.0 + 1e-6
@@ -129,6 +112,14 @@ def test_a_private_run_on_public_features_is_proven(tmp_path: Path) -> None:
     ({"features": "optical:"}, "must be optical:DEVICE"),
     ({"features": "optical:camra"}, "camra"),
     ({"n_features": 20}, "it needs data.features = 'optical:DEVICE'"),
+    ({"features": "scattering:9"}, "scattering:J with J from 1 to 4"),
+    ({"features": "hog:3"}, "hog or convolutions"),
+    ({"features": "scattering:4"}, "images of at least 16 x 16 pixels"),
+    ({"features": "convolutions", "n_features": 100}, "no multiple of 32"),
+    ({"features": "scattering:1", "features_groups": 4}, "does not divide the 9 channels.*3, 9"),
+    ({"features": "hog", "n_features": 20}, "'optical:DEVICE' or 'convolutions'"),
+    ({"features": "hog", "features_threshold": 0.5}, "it needs data.features = 'optical:DEVICE'"),
+    ({"features_groups": 4}, "it needs data.features"),
 ])  # fmt: skip
 def test_wrong_keys_are_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -185,19 +176,12 @@ def test_make_private_refuses_feedback_by_a_device_that_repeats_frames(tmp_path:
     camera = {"transfer": {"repeated": 0.2}}
     with open_device("camera", n_inputs=3, n_outputs=8, camera=camera) as device:
         model = opusim.FeedbackAlignment(net, points=["1"], device=device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.raises(ValueError, match="repeats frames"):
-            private_loop(
-                tmp_path / "loop",
-                (model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader),
-            )
+            private_loop(tmp_path / "loop", (model, optimizer, nn.CrossEntropyLoss(), loader))
 
 
-# Maps of images
-
-
-IMAGE_CONFIG: dict[str, Any] = {
-    "trainer": {"kind": "bp"}, "model": {"hidden": []}, "optimizer": {"name": "adam", "lr": 0.01}, "epochs": 4,
-}  # fmt: skip
+IMAGE_CONFIG: dict[str, Any] = {**CONFIG, "data": {}, "epochs": 4}
 KINDS: dict[str, dict[str, Any]] = {
     "scattering:1": {"features_groups": 9},
     "hog": {},
@@ -262,9 +246,7 @@ def test_a_run_on_a_map_learns_and_evaluates_as_it_trained(kind: str, tmp_path: 
     config = {**IMAGE_CONFIG, "data": {"features": kind, **KINDS[kind]}}
     run = training.train(config, folder=tmp_path / "run")
     assert run.summary["test_accuracy"] > (0.5 if kind == "hog" else 0.85)  # 36 numbers of an 8 x 8 image
-    data = load_dataset("digits", validation_fraction=0.1, split_seed=0)
-    raw = (data.test.x * data.standardisation.std + data.standardisation.mean).numpy()
-    found = training.load_run(tmp_path / "run").evaluate(raw, data.test.y.numpy())
+    found = training.load_run(tmp_path / "run").evaluate(*raw_digits())
     assert found["accuracy"] == pytest.approx(run.summary["test_accuracy"], abs=2e-3)
     assert len(list(cache.iterdir())) == 3
     again = training.train(config, folder=tmp_path / "again")
@@ -287,28 +269,10 @@ def test_a_full_disk_costs_the_cache(tmp_path: Path, cache: Path, monkeypatch: p
 
 
 def test_a_hidden_layer_trains_through_the_device_on_features(tmp_path: Path) -> None:
-    config = {
-        **IMAGE_CONFIG, "trainer": {"kind": "pdfa"}, "device": {"name": "ideal"}, "model": {"hidden": [32]},
-        "data": {"features": "hog"}, "protection": {"kind": "record", "epsilon": 8.0, "clip_norm": 1.0},
-        "sampler": {"scheme": "poisson", "batch_size": 64},
-    }  # fmt: skip
+    network = {"trainer": {"kind": "pdfa"}, "device": {"name": "ideal"}, "model": {"hidden": [32]}}
+    config = {**IMAGE_CONFIG, **PRIVATE, **network, "data": {"features": "hog"}}
     run = training.train(config, folder=tmp_path / "run")
     assert [guarantee.status for guarantee in run.guarantees].count("proven")
-
-
-@pytest.mark.parametrize(("data", "message"), [
-    ({"features": "scattering:9"}, "scattering:J with J from 1 to 4"),
-    ({"features": "hog:3"}, "hog or convolutions"),
-    ({"features": "scattering:4"}, "images of at least 16 x 16 pixels"),
-    ({"features": "convolutions", "n_features": 100}, "no multiple of 32"),
-    ({"features": "scattering:1", "features_groups": 4}, "does not divide the 9 channels.*3, 9"),
-    ({"features": "hog", "n_features": 20}, "'optical:DEVICE' or 'convolutions'"),
-    ({"features": "hog", "features_threshold": 0.5}, "it needs data.features = 'optical:DEVICE'"),
-    ({"features_groups": 4}, "it needs data.features"),
-])  # fmt: skip
-def test_wrong_keys_of_images_are_refused(data: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        training.train({**IMAGE_CONFIG, "data": data}, folder=tmp_path / "run")
 
 
 def test_features_beyond_half_precision_are_refused() -> None:

@@ -122,12 +122,7 @@ class TestNumbersAndLabels:
     (IMAGES, np.full((20, 2), 0.5), {"target": "labels"}, "y must hold zeros and ones"),
     (IMAGES, np.zeros((20, 2)), {"target": "real", "n_classes": 3}, "differs from the 2 numbers"),
     (IMAGES, np.zeros((20, 2, 2)), {"target": "real"}, "of shape (n,) or (n, k)"),
-    (
-        IMAGES,
-        np.zeros((20, 2)),
-        {"target": "real", "test": (IMAGES, np.zeros(20))},
-        "test[1] has 1 numbers per record, and 2 are predicted",
-    ),
+    (IMAGES, np.zeros((20, 2)), {"target": "real", "test": (IMAGES, CLASSES / 1)}, "test[1] has 1 numbers per rec"),
     (TOKENS, None, {"n_classes": 7, "test": (TOKENS + 1, None)}, "test[0] must hold tokens from 0 to 6"),
     (TOKENS, None, {"test": (TOKENS[:, :3], None)}, "test[0] has 2 tokens per record"),
 ])  # fmt: skip
@@ -141,8 +136,7 @@ def test_what_does_not_fit_is_named(x: Any, y: Any, changes: dict[str, Any], mes
     ({"x": torch.zeros(4, 2, dtype=torch.int64)}, "vocabulary = None with x of torch.int64"),
 ])  # fmt: skip
 def test_a_dataset_of_contradictory_parts_is_refused(changes: dict[str, Any], message: str) -> None:
-    parts = {"x": torch.zeros(4, 2), "y": torch.zeros(4, dtype=torch.int64)} | changes
-    part = Split(**parts)
+    part = Split(**{"x": torch.zeros(4, 2), "y": torch.zeros(4, dtype=torch.int64)} | changes)
     identity = Standardisation.identity()
     with pytest.raises(ValueError, match=message):
         Dataset(name="x", n_classes=3, train=part, validation=part, test=None, standardisation=identity)
@@ -186,14 +180,9 @@ class TestRuns:
 
     def test_a_dataset_is_what_it_is(self, tmp_path: Path) -> None:
         data = _load(IMAGES, CLASSES)
-        for changes in ({"target": "labels"}, {"n_classes": 5}, {"vocabulary": 9}):
-            with pytest.raises(
-                ConfigError, match=f"data.{next(iter(changes))}: .* is not that of the given Dataset"
-            ):
-                opusim.train(CONFIG | {"data": changes}, data=data, folder=tmp_path / "run")
-
-
-# Records that are mapped from a file
+        for key, value in (("target", "labels"), ("n_classes", 5), ("vocabulary", 9)):
+            with pytest.raises(ConfigError, match=f"data.{key}: .* is not that of the given Dataset"):
+                opusim.train(CONFIG | {"data": {key: value}}, data=data, folder=tmp_path / "run")
 
 
 @pytest.fixture
@@ -230,9 +219,8 @@ def test_they_give_what_records_in_memory_give(tmp_path: Path, kind: str, split:
     }  # fmt: skip
     memory = from_arrays(x, y, test=(x[:50], y[:50]), **settings)
     for form in (lambda values: values, lambda values: np.asarray(values), lambda values: values[:]):
-        found = from_arrays(
-            form(mapped(tmp_path, x)), y, test=(form(mapped(tmp_path, x[:50])), y[:50]), **settings
-        )
+        test = form(mapped(tmp_path, x[:50])), y[:50]
+        found = from_arrays(form(mapped(tmp_path, x)), y, test=test, **settings)
         assert all(torch.equal(a, b) for a, b in zip(parts(found), parts(memory), strict=True))
         assert found.record_shape == memory.record_shape == (3, 4)
         assert [found.train.on_disk, found.validation.on_disk] == [True, True]
@@ -242,19 +230,16 @@ def test_they_give_what_records_in_memory_give(tmp_path: Path, kind: str, split:
 @pytest.mark.usefixtures("small_blocks")
 def test_they_are_standardised_alike(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = records(seed)
-    found = standardised_by_records(
-        from_arrays(mapped(tmp_path, x), y, validation_fraction=0.2, split_seed=1)
-    )
+    options: dict[str, Any] = {"validation_fraction": 0.2, "split_seed": 1}
+    found = standardised_by_records(from_arrays(mapped(tmp_path, x), y, **options))
     monkeypatch.setattr(disk, "NUMBERS_AT_ONCE", 2**22)
-    memory = standardised_by_records(from_arrays(x, y, validation_fraction=0.2, split_seed=1))
+    memory = standardised_by_records(from_arrays(x, y, **options))
     assert found.train.on_disk
     for a, b in zip(parts(found), parts(memory), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    values = from_arrays(x, y, validation_fraction=0.2, split_seed=1).train.x.double().numpy()
-    assert memory.standardisation.mean == tuple(
-        values.mean(axis=0).tolist()
-    )  # to the last digit, as numpy has it
-    assert memory.standardisation.std == tuple(values.std(axis=0).tolist())
+    values, constants = from_arrays(x, y, **options).train.x.double().numpy(), memory.standardisation
+    assert constants.mean == tuple(values.mean(axis=0).tolist())  # to the last digit, as numpy has it
+    assert constants.std == tuple(values.std(axis=0).tolist())
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -285,10 +270,9 @@ def test_tokens_and_empty_arrays_are_read_as_before(tmp_path: Path) -> None:
     found = from_arrays(mapped(tmp_path, tokens), None, validation_fraction=0.0, split_seed=0)
     assert found.holds_tokens
     assert not found.train.on_disk
+    empty = mapped(tmp_path, tokens.astype(float))[:0]
     with pytest.raises(ValueError, match="x is empty"):
-        from_arrays(
-            mapped(tmp_path, tokens.astype(float))[:0], np.zeros(0), validation_fraction=0.0, split_seed=0
-        )
+        from_arrays(empty, np.zeros(0), validation_fraction=0.0, split_seed=0)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

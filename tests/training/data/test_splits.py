@@ -129,12 +129,10 @@ def test_the_share_held_out_is_the_fraction(rule: str, fraction: float) -> None:
     n = 20_000
     x = torch.from_numpy(np.random.default_rng(5).random((n, 2)).astype(np.float32))
 
+    split, keys = {"content": (split_by_content, x), "id": (split_by_id, range(n))}[rule]
+
     def held_out(seed: int) -> set[int]:
-        parts = (
-            split_by_content(x, fraction, seed)
-            if rule == "content"
-            else split_by_id(range(n), fraction, seed)
-        )
+        parts = split(keys, fraction, seed)
         assert sorted(torch.cat(parts).tolist()) == list(range(n))
         return set(parts[1].tolist())
 
@@ -189,9 +187,6 @@ def test_a_known_data_set_splits_by_content_as_well() -> None:
     assert (digits.split, index.split) == ("content", "index")
     assert len(digits.train) + len(digits.validation) == len(index.train) + len(index.validation)
     assert torch.equal(digits.test.x, index.test.x)  # a fixed fifth of a public data set
-
-
-# Users
 
 
 def users(ids: Any, most: int = 2, seed: int | None = 5) -> Users:

@@ -44,6 +44,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
+    pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(TOKENIZER))
     return path
@@ -64,9 +65,8 @@ class TestBytes:
         assert len(content) - len(train) - len(validation) < 2 * 16
         assert torch.equal(data.train.x[:, 1:], data.train.y[:, :-1])
         assert abs(data.origin["bytes"]["validation"] - 0.25 * len(content)) < 4
-        assert (data.n_classes, data.vocabulary, data.record_shape, data.target) == (
-            256, 256, (15,), "tokens",
-        )  # fmt: skip
+        assert (data.n_classes, data.vocabulary) == (256, 256)
+        assert (data.record_shape, data.target) == ((15,), "tokens")
         assert (data.split, data.test, data.name) == ("tail", None, f"text:{text}")
 
     def test_a_leak_of_neighbouring_windows_would_be_seen(self, text: Path) -> None:
@@ -95,30 +95,25 @@ class TestBytes:
 
 class TestTokenizer:
     def test_words_are_tokens_in_their_order(self, text: Path, tokenizer: Path) -> None:
-        pytest.importorskip("tokenizers")
         data = load_text(text, context=5, tokenizer=tokenizer, validation_fraction=0.0)
         assert torch.cat([data.train.x[0], data.train.y[0, -1:]]).tolist() == [0, 1, 2, 3, 4, 9]
         assert (data.n_classes, data.origin["tokens"]) == (10, {"train": 360})
         assert data.origin["bytes_per_token"]["train"] == BYTES / 360
 
     def test_pieces_end_at_lines(self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("tokenizers")
         whole = load_text(text, context=5, tokenizer=tokenizer)
         monkeypatch.setattr(catalogue, "_PIECE", 40)
         assert torch.equal(load_text(text, context=5, tokenizer=tokenizer).train.x, whole.train.x)
 
     def test_another_tokenizer_is_another_origin(self, text: Path, tokenizer: Path) -> None:
-        pytest.importorskip("tokenizers")
         before = load_text(text, context=5, tokenizer=tokenizer).origin["tokenizer"]
         tokenizer.write_text(tokenizer.read_text() + "\n")
         assert load_text(text, context=5, tokenizer=tokenizer).origin["tokenizer"] != before
 
-    def test_a_missing_library_names_its_extra(
-        self, text: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_missing_library_names_its_extra(self, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'opusim\[llm\]'"):
-            load_text(text, tokenizer=tokenizer)
+            load_text(text, tokenizer=text)
 
 
 def test_bits_per_byte_of_a_uniform_guess() -> None:
@@ -184,7 +179,6 @@ class TestRefusals:
     def test_what_cannot_be_read_is_named(
         self, text: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        pytest.importorskip("tokenizers")
         binary = tmp_path / "a.bin"
         binary.write_bytes(b"\xff" * 900)
         refused: list[tuple[dict[str, Any], str]] = [
@@ -208,7 +202,6 @@ class TestRefusals:
 
 
 def test_a_configuration_names_a_text(text: Path, tokenizer: Path) -> None:
-    pytest.importorskip("tokenizers")
     keys = {"name": f"text:{text}", "tokenizer": str(tokenizer), "context": 5, "test": str(text)}
     config = load_config({"data": keys | {"validation_fraction": 0.2}})
     data: Dataset = load_data(config, None)

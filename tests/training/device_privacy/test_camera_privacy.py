@@ -37,7 +37,14 @@ HOT = OperatingPoint(temperature_c=60.0, light=0.01)
 
 @pytest.fixture(scope="module")
 def counts() -> LabelCounts:
-    return label_counts(load_description("camera_low_light"), n_classes=3, n_outputs=64, delta=DELTA)
+    return of_camera(outputs=64)
+
+
+def of_camera(
+    changes: dict[str, Any] | None = None, *, classes: int = 3, outputs: int = 16, kept: Any = "reading"
+) -> LabelCounts:
+    description = load_description("camera_low_light", changes)
+    return label_counts(description, n_classes=classes, n_outputs=outputs, delta=DELTA, kept=kept)
 
 
 def realised_delta(
@@ -121,8 +128,7 @@ def test_settings_stay_within_the_target_as_they_are_printed(counts: LabelCounts
 
 
 def test_a_camera_without_dark_current_has_no_temperatures() -> None:
-    description = load_description("camera_low_light", {"camera": {"dark": None}})
-    found = label_counts(description, n_classes=3, n_outputs=16, delta=DELTA)
+    found = of_camera({"camera": {"dark": None}})
     assert [row["°C"] for row in temperature_rows(found)] == ["off"]
     assert math.isfinite(found.epsilon(OperatingPoint()))
     assert {row["by"] for row in target_rows(found, [3.0])} == {"laser light", "exposure", "bias light"}
@@ -130,8 +136,7 @@ def test_a_camera_without_dark_current_has_no_temperatures() -> None:
 
 def test_an_exposure_that_no_camera_takes_is_not_offered() -> None:
     light = {"shortest_exposure_us": 150_000.0}
-    description = load_description("camera_low_light", {"camera": {"light": light, "dark": None}})
-    found = label_counts(description, n_classes=2, n_outputs=3, delta=DELTA)
+    found = of_camera({"camera": {"light": light, "dark": None}}, classes=2, outputs=3)
     rows = {row["by"]: row for row in target_rows(found, [1.0])}
     assert rows["exposure"]["setting"].endswith("the camera exposes 150000 at least")
     assert not rows["exposure"]["epsilon"]
@@ -139,8 +144,7 @@ def test_an_exposure_that_no_camera_takes_is_not_offered() -> None:
 
 def test_an_exposure_that_averages_the_power_is_not_searched() -> None:
     power = {"law": "gaussian", "rms": 0.05, "correlation_us": 2000.0, "averages": True}
-    description = load_description("camera_low_light", {"camera": {"light": {"power": power}, "dark": None}})
-    found = label_counts(description, n_classes=2, n_outputs=3, delta=DELTA)
+    found = of_camera({"camera": {"light": {"power": power}, "dark": None}}, classes=2, outputs=3)
     with pytest.raises(ValueError, match="exposure = 0.5: frames average the laser's power"):
         found.epsilon(OperatingPoint(exposure=0.5))  # shorter frames see more of the power's noise
     rows = {row["by"]: row["setting"] for row in target_rows(found, [3.0])}
@@ -169,14 +173,7 @@ def test_a_target_that_is_no_epsilon_is_refused_before_anything_is_printed(targe
 @pytest.mark.parametrize("kept", ["counts", "argmax"])
 def test_what_training_keeps_is_inverted_too(kept: str) -> None:
     """The light of `account device` is the one that training takes at the same epsilon."""
-    target = 2.0
-    found = label_counts(
-        load_description("camera_low_light"),
-        n_classes=3,
-        n_outputs=18,
-        delta=DELTA,
-        kept=kept,  # type: ignore[arg-type]
-    )
+    target, found = 2.0, of_camera(outputs=18, kept=kept)
     light, exposure = found.share_for(target, "light"), found.share_for(target, "exposure")
     assert light is not None
     assert exposure is not None
@@ -184,12 +181,8 @@ def test_what_training_keeps_is_inverted_too(kept: str) -> None:
         assert 0.99 * target <= found.epsilon(point) <= target
     assert exposure < light  # a shorter exposure has less dark charge, which hides the label
     with open_device("camera_low_light", n_inputs=3, n_outputs=18) as device:
-        frames = LabelFrames.of(device, 3)
-        readout = (
-            CountsReadout.within(frames, epsilon=target, delta=DELTA)
-            if kept == "counts"
-            else ArgmaxReadout.within(frames, epsilon=target)
-        )
+        kind = CountsReadout if kept == "counts" else ArgmaxReadout
+        readout = kind.within(LabelFrames.of(device, 3), epsilon=target, delta=DELTA)
     assert readout.light == pytest.approx(light, rel=5e-3)
     assert found.temperature_for(target, light * 1.1) is not None
 
@@ -219,21 +212,14 @@ def test_kept_counts_are_for_cameras_only() -> None:
 
 @pytest.mark.parametrize("kept", ["reading", "counts"])
 def test_ambient_light_that_may_be_gone_buys_no_epsilon(kept: str) -> None:
-    def found(flux: float | None) -> LabelCounts:
-        description = load_description(
-            "camera_low_light", {"camera": {"light": {"ambient_flux_per_s": flux}}}
-        )
-        return label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept=kept)  # type: ignore[arg-type]
-
-    point = OperatingPoint(light=0.05)
-    dark, lit = found(None), found(1e3)
+    point, fluxes = OperatingPoint(light=0.05), (None, 1e3)
+    dark, lit = (of_camera({"camera": {"light": {"ambient_flux_per_s": x}}}, kept=kept) for x in fluxes)
     assert lit.epsilon(point) == pytest.approx(dark.epsilon(point), rel=1e-6)
     assert lit.law.std(point) > 2 * dark.law.std(point)
 
 
 def test_the_argmax_under_ambient_light_is_refused() -> None:
-    description = load_description("camera_low_light", {"camera": {"light": {"ambient_flux_per_s": 100.0}}})
-    found = label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept="argmax")
+    found = of_camera({"camera": {"light": {"ambient_flux_per_s": 100.0}}}, kept="argmax")
     with pytest.raises(ConfigError, match="ambient_flux_per_s: .* electrons a frame may change"):
         found.epsilon(OperatingPoint())
 
@@ -300,15 +286,13 @@ DRIFTING = {"law": "log_normal", "rms": 0.01, "drift_rms": 0.01, "drift_s": 3600
     ({"transfer": {"dropped": 0.01}}, "use a camera without drift and lost frames"),
 ])  # fmt: skip
 def test_what_training_does_not_keep_is_unaccounted(kept: str, camera: dict[str, Any], message: str) -> None:
-    description = load_description("camera_low_light", {"camera": camera})
     with pytest.raises(ConfigError, match=message):
-        label_counts(description, n_classes=3, n_outputs=16, delta=DELTA, kept=kept)  # type: ignore[arg-type]
+        of_camera({"camera": camera}, kept=kept)
 
 
 def test_an_answer_is_stated_at_the_credited_dark_charge_where_that_tells_more() -> None:
     """Away from its reference a doubling rule gives more dark charge than is credited."""
-    description = load_description("camera_low_light", {"temperature_c": 50.0})
-    found = label_counts(description, n_classes=3, n_outputs=24, delta=DELTA, kept="argmax")
+    found = of_camera({"temperature_c": 50.0}, outputs=24, kept="argmax")
     frames, groups, point = found.seen, label_groups(found.seen.light), OperatingPoint(light=0.05)
     excess = found.law.dark_e(point) - found.law.credited_dark_e(point)
     assert excess > 0.2 * found.law.credited_dark_e(point)
@@ -321,6 +305,5 @@ def test_an_answer_is_stated_at_the_credited_dark_charge_where_that_tells_more()
     assert found.epsilon(point) == pytest.approx(max(at), rel=1e-9)
     assert at == sorted(at, reverse=True)
     assert at[-1] < 0.95 * at[0]  # planted: the described charge taken for the credited one
-    cold = load_description("camera_low_light")
-    at_reference = label_counts(cold, n_classes=3, n_outputs=24, delta=DELTA, kept="argmax").seen
-    assert shared_range(at_reference, 8, 0.05) == Cell(least=0.05, most=0.05)
+    cold = of_camera(outputs=24, kept="argmax").seen
+    assert shared_range(cold, 8, 0.05) == Cell(least=0.05, most=0.05)

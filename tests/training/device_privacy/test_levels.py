@@ -62,9 +62,8 @@ def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name
     louder = certificate(name, sigma, noise={"sigma": sigma})
     louder.write(path)
     chosen |= {"noise": {"sigma": sigma / 0.99}}
-    louder.model_copy(
-        update={"description_digest": digest_of(load_description(name, {"noise": {"sigma": sigma / 0.99}}))}
-    ).write(path)
+    described = digest_of(load_description(name, {"noise": {"sigma": sigma / 0.99}}))
+    louder.model_copy(update={"description_digest": described}).write(path)
     train({**base, "device": chosen}, folder=tmp_path / "run")
     (reached,) = load_run(tmp_path / "run").guarantees
     assert 2.9 < reached.epsilon <= 3.0
@@ -72,7 +71,5 @@ def test_a_device_of_fixed_noise_says_by_how_much_it_misses(tmp_path: Path, name
 
 @pytest.mark.parametrize("name", ["pcm", "hermes", "reram", "mzi_mesh", "microring_bank"])
 def test_a_crossbar_is_told_why_its_noise_earns_nothing(name: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"{name}: noise: .*no theorem credits other noise: its status is none"
-    ):
+    with pytest.raises(ConfigError, match=rf"{name}: noise: .*no theorem credits .*: its status is none"):
         device_levels(load_description(name), n_classes=10, n_outputs=20, targets=[3.0], delta=1e-5)

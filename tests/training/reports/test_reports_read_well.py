@@ -60,11 +60,7 @@ def test_the_statement_of_a_series_is_that_with_the_least_noise(page: str) -> No
     ((0.5,), 1, 80.0, ["0.5", "∞"]),
 ])  # fmt: skip
 def test_epsilon_has_numbers_infinity_and_chance_marks(
-    monkeypatch: pytest.MonkeyPatch,
-    epsilons: tuple[float, ...],
-    seeds: int,
-    accuracy: float,
-    ticks: list[str],
+    monkeypatch: pytest.MonkeyPatch, epsilons: tuple[float, ...], seeds: int, accuracy: float, ticks: list
 ) -> None:
     """Also if epsilons are less than a decade apart; one seed has no error bar."""
     levels = [Level(x=x, mean=accuracy + x, error=seeds - 1.0, n=seeds) for x in epsilons]
@@ -83,9 +79,8 @@ def test_epsilon_has_numbers_infinity_and_chance_marks(
 
 
 def test_a_series_off_the_axis_is_a_level_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [
-        SimpleNamespace(series="pdfa", values={"device.noise.sigma": x}) for x in (0.0, 1.0, 10.0, 100.0)
-    ]
+    sigmas = [{"device.noise.sigma": sigma} for sigma in (0.0, 1.0, 10.0, 100.0)]
+    points = [SimpleNamespace(series="pdfa", values=each) for each in sigmas]
     points += [SimpleNamespace(series="bp", values={"seed": seed}) for seed in (0, 1)]
     points += [SimpleNamespace(series="dfa", values={"trainer.gain": gain}) for gain in (0.5, 1.0)]
 
@@ -107,10 +102,8 @@ def test_a_series_off_the_axis_is_a_level_or_named(monkeypatch: pytest.MonkeyPat
 def test_a_module_draws_the_signal_to_noise_of_its_points() -> None:
     metrics = [{"epoch": epoch, "signal_to_noise": [3.0 / epoch, 2.0]} for epoch in (1, 2)]
     chart = noise_curves(SimpleNamespace(metrics=metrics))  # type: ignore[arg-type]
-    assert [(line.label, list(line.y)) for line in chart.lines] == [  # type: ignore[union-attr]
-        ("point 1", [3.0, 1.5]),
-        ("point 2", [2.0, 2.0]),
-    ]
+    found = {line.label: list(line.y) for line in chart.lines}  # type: ignore[union-attr]
+    assert found == {"point 1": [3.0, 1.5], "point 2": [2.0, 2.0]}
 
 
 def test_a_chart_is_written_as_matplotlib_writes_figures(tmp_path: Path) -> None:
@@ -124,15 +117,10 @@ def test_a_chart_is_written_as_matplotlib_writes_figures(tmp_path: Path) -> None
 
 def test_a_chart_places_values_by_their_ticks() -> None:
     """Decades are equally far apart, whole numbers are labelled, and a value stands at the height of its tick."""
-    chart = LineChart(
-        lines=[Line(x=[1, 2, 3], y=[0.1, 1.0, 10.0], label="a & b", number=0)],
-        x_label="epoch",
-        y_label="norm",
-        logarithmic=True,
-    )
+    chart = chart_of([0.1, 1.0, 10.0], logarithmic=True, label="a & b")
     drawn = ElementTree.fromstring(chart.svg())
     texts = [each.text for each in drawn.findall(".//{*}text")]
-    assert texts == ["a & b", "1", "2", "3", "0.1", "1", "10", "epoch", "norm"]
+    assert texts == ["a & b", "1", "2", "3", "0.1", "1", "10", "epoch", "value"]
     curve = next(path for path in drawn.findall(".//{*}path") if path.get("d", "").count("L") == 2)
     points = [tuple(map(float, point.split(","))) for point in curve.get("d", "")[1:].split("L")]
     (x1, y1), (x2, y2), (x3, y3) = points
@@ -144,7 +132,7 @@ def test_a_chart_places_values_by_their_ticks() -> None:
     linear = replace(chart, logarithmic=False)
     ElementTree.fromstring(linear.svg())
     assert linear.y_ticks == [0, 2, 4, 6, 8, 10]
-    assert not replace(chart, lines=[Line(x=[1], y=[0.0], label="zero", number=0)]).is_logarithmic
+    assert not chart_of([0.0], logarithmic=True).is_logarithmic
 
 
 def chart_of(y: Sequence[float], *, logarithmic: bool = False, label: str = "a run") -> LineChart:
@@ -193,9 +181,8 @@ def test_only_noise_that_comes_from_no_seed_is_said_not_to_repeat() -> None:
 
     def note(device: Any, features: Any = None, mode: str = "experiment", **more: Any) -> str | None:
         data = {} if features is None else {"features": {"device": features}}
-        run = SimpleNamespace(
-            facts={"device": device, "data": data, **more}, config=SimpleNamespace(mode=mode)
-        )
+        facts = {"device": device, "data": data, **more}
+        run = SimpleNamespace(facts=facts, config=SimpleNamespace(mode=mode))
         return StoredRun.fresh_noise_note.fget(run)  # type: ignore[attr-defined]
 
     assert note(None) is note(twin) is note(None, twin) is note(bench, mode="release") is None

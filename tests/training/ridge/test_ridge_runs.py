@@ -29,11 +29,11 @@ from opusim.training.runs.storage import read_array
 
 FEATURES, CLASSES, RECORDS = 39, 5, 300
 PLAIN: dict[str, Any] = {
-    "threads": 1,
-    "trainer": {"kind": "ridge", "ridge": 0.05},
+    "threads": 1, "trainer": {"kind": "ridge", "ridge": 0.05},
     "data": {"n_classes": CLASSES, "standardise": False, "validation_fraction": 0.0},
-}
-PROTECTED = {**PLAIN, "protection": {"kind": "label-release", "epsilon": 2.0}}
+}  # fmt: skip
+LABELS = {"kind": "label-release", "epsilon": 2.0}
+PROTECTED = {**PLAIN, "protection": LABELS}
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -95,12 +95,9 @@ def whitened_noise(folder: Path, seed: int, changes: dict[str, Any]) -> np.ndarr
 
 CASES: dict[str, dict[str, Any]] = {
     "digital": {},
-    "all weights 1": {"protection": {**PROTECTED["protection"], "rounds": 0}},
-    "device": {
-        "protection": {**PROTECTED["protection"], "noise": "device"},
-        "device": {"name": "gaussian", "noise": {"sigma": 0.3}},
-    },
-}
+    "all weights 1": {"protection": {**LABELS, "rounds": 0}},
+    "device": {"protection": {**LABELS, "noise": "device"}, "device": {"name": "gaussian", "noise": {"sigma": 0.3}}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -116,11 +113,8 @@ def test_the_noise_of_runs_is_that_of_the_theorem(tmp_path: Path, name: str) -> 
     assert deviation(flat) < 5
     assert deviation(0.9 * flat) > 5
     rows = noise.reshape(-1, FEATURES + 1)  # neighbouring weights, classes and runs are uncorrelated
-    for first, second in (
-        (rows[:, 1:], rows[:, :-1]),
-        (noise[:, 1:], noise[:, :-1]),
-        (noise[1:], noise[:-1]),
-    ):
+    pairs = (rows[:, 1:], rows[:, :-1]), (noise[:, 1:], noise[:, :-1]), (noise[1:], noise[:-1])
+    for first, second in pairs:
         assert abs((first * second).mean()) * first.size**0.5 < 5
     if name == "device":
         run = training.load_run(tmp_path / "0")
@@ -153,11 +147,10 @@ def test_a_released_model_fits_every_label_of_a_record_equally_well(
     sums = design.label_sums(x, y, CLASSES)
     sigma = noise_of(paid.mu, sums.largest)
     model = read_array(tmp_path / "labels.safetensors")
-    seen = (
-        model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES
-    )  # R, up to rounding of the solve
+    solved = model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES  # R, up to rounding
+    seen = solved
     if exactly_rounded:
-        seen = np.rint(seen / grid_of(sigma)) * grid_of(sigma)
+        seen = np.rint(solved / grid_of(sigma)) * grid_of(sigma)
     gaps = []
     for guess in range(CLASSES):
         labels = y.clone()
@@ -166,7 +159,7 @@ def test_a_released_model_fits_every_label_of_a_record_equally_well(
     named = int(np.argmin(gaps)) == int(y[0]) and sorted(gaps)[0] < 0.1 * sorted(gaps)[1]
     assert named != exactly_rounded
     if exactly_rounded:
-        grid_steps = (model @ design.metric.factor.numpy() + sums.total.numpy() / CLASSES) / grid_of(sigma)
+        grid_steps = solved / grid_of(sigma)
         assert np.abs(grid_steps - np.rint(grid_steps)).max() < 1e-6
         texts = [each.text for each in run.guarantees[0].assumptions]
         assert not any("is not attacked" in text for text in texts)
@@ -280,7 +273,6 @@ def test_a_kept_design_is_that_of_the_same_features(tmp_path: Path, monkeypatch:
         return original(cls, *args, **settings)
 
     monkeypatch.setattr(Design, "levelled", classmethod(levelled))
-
     settings: dict[str, Any] = {"cached": True, "ridge": 0.01, "rounds": 1, "level": 1.0}
     x = torch.from_numpy(data()[0])
     first, again = public_design(x, **settings), public_design(x, **settings)

@@ -64,8 +64,6 @@ def test_points_of_one_configuration_share_a_run(tmp_path: Path) -> None:
 
 
 PHOTONIC, REFERENCE = ", series 'photonic'", ", series 'reference'"
-
-
 AXIS = "device.noise.sigma = [0.0, 1.0, 3.0]"
 OTHERS = '[[published]]\nname = "p"\n{}\n[axes]'
 
@@ -99,9 +97,8 @@ def test_a_bad_spec_names_series_and_key(tmp_path: Path, old: str, new: str, pla
 
 
 def test_two_axes_over_one_key_clash_even_where_one_is_a_part_of_the_other(tmp_path: Path) -> None:
-    text = SPEC.replace("seed = [0, 1]", "seed = [0, 1]\ndevice.noise.sigma = [2.0]").replace(
-        AXIS, '"device.noise" = [{ sigma = 1.0 }]'
-    )
+    text = SPEC.replace("seed = [0, 1]", "seed = [0, 1]\ndevice.noise.sigma = [2.0]")
+    text = text.replace(AXIS, '"device.noise" = [{ sigma = 1.0 }]')
     with pytest.raises(ConfigError, match=r"axes.device.noise: clashes with the axis device.noise.sigma"):
         points(tmp_path, text)
 
@@ -122,14 +119,8 @@ def test_a_shared_key_that_a_series_refuses_belongs_to_others(tmp_path: Path, wh
 
 def test_runs_on_one_physical_device_go_one_by_one(tmp_path: Path) -> None:
     assert not one_at_a_time(points(tmp_path, SPEC))
-    assert one_at_a_time(
-        points(
-            tmp_path,
-            SPEC.replace(
-                "[series.axes]", "[series.config]\ndevice.access.exclusive = true\n[series.axes]", 1
-            ),
-        )
-    )
+    alone = "[series.config]\ndevice.access.exclusive = true\n[series.axes]"
+    assert one_at_a_time(points(tmp_path, SPEC.replace("[series.axes]", alone, 1)))
 
 
 def test_ready_specs_are_valid() -> None:

@@ -66,6 +66,7 @@ name = "a method of others"
 epsilon = [2.0, 4.0]
 accuracy = [70.0, 75.0]
 """
+PLAIN = SPEC.partition("[[series]]")[0]
 
 
 def written(tmp_path: Path, *, epochs: int = 1, seeds: str = "[0, 1]", text: str = SPEC) -> Path:
@@ -96,10 +97,8 @@ def test_every_run_is_an_ordinary_run_folder_with_a_row(finished: tuple[SweepRes
         row, run = result.rows[point.identity], load_run(result.folder.run_path(point))
         assert row.status == "done"
         assert row.accuracy == run.summary["test_accuracy"]
-        assert (
-            run.config.digest()
-            == point.config.model_copy(update={"protection": run.config.protection}).digest()
-        )
+        stated = point.config.model_copy(update={"protection": run.config.protection})
+        assert run.config.digest() == stated.digest()
         assert row.proven_epsilon == min(g.epsilon for g in run.guarantees)
 
 
@@ -107,11 +106,8 @@ def test_the_curves_are_means_and_standard_errors_of_the_rows(finished: tuple[Sw
     result, _ = finished
     (curve,) = curves.accuracy_against_noise(result)
     assert [level.x for level in curve.levels] == [0.0, 1.0, 20.0]
-    accuracies = [
-        100 * (result.rows[p.identity].accuracy or math.nan)
-        for p in result.points
-        if p.values.get("device.noise.sigma") == 1.0
-    ]
+    noisy = [point for point in result.points if point.values.get("device.noise.sigma") == 1.0]
+    accuracies = [100 * (result.rows[point.identity].accuracy or math.nan) for point in noisy]
     assert curve.levels[1].mean == pytest.approx(sum(accuracies) / 2)
     assert curve.levels[1].error == pytest.approx(abs(accuracies[0] - accuracies[1]) / 2)
     assert accuracies[0] != accuracies[1]
@@ -125,19 +121,17 @@ def test_the_curves_are_means_and_standard_errors_of_the_rows(finished: tuple[Sw
 
 
 def test_a_finished_run_is_never_made_again(tmp_path: Path) -> None:
-    text = SPEC.split("[[series]]")[0]
-    file, folder = written(tmp_path, text=text, seeds="[0, 1]"), SweepFolder(tmp_path / "sweep")
+    file, folder = written(tmp_path, text=PLAIN, seeds="[0, 1]"), SweepFolder(tmp_path / "sweep")
     _, points, _ = swept(file, folder)
     before = {point.identity: _stamp(folder, point) for point in points}
-    more = written(tmp_path, text=text, seeds="[0, 1, 2]")
+    more = written(tmp_path, text=PLAIN, seeds="[0, 1, 2]")
     _, points, rows = swept(more, folder)
     assert len(rows) == 3
     assert {p.identity: _stamp(folder, p) for p in points if p.identity in before} == before
 
 
 def test_a_row_is_made_from_a_run_that_ended_without_one(tmp_path: Path) -> None:
-    text = SPEC.split("[[series]]")[0]
-    file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
+    file, folder = written(tmp_path, text=PLAIN, seeds="[0]"), SweepFolder(tmp_path / "sweep")
     _, (point,), rows = swept(file, folder)
     before = _stamp(folder, point)
     folder.row_path(point).unlink()
@@ -147,7 +141,7 @@ def test_a_row_is_made_from_a_run_that_ended_without_one(tmp_path: Path) -> None
 
 
 def test_release_runs_are_measured_on_test_records_alone(tmp_path: Path) -> None:
-    text = SPEC.split("[[series]]")[0].replace("[config]", '[config]\nmode = "release"')
+    text = PLAIN.replace("[config]", '[config]\nmode = "release"')
     file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
     _, (point,), rows = swept(file, folder)
     row = rows[point.identity]
@@ -157,7 +151,7 @@ def test_release_runs_are_measured_on_test_records_alone(tmp_path: Path) -> None
 
 def test_a_release_run_with_a_seed_in_its_spec_goes_on(tmp_path: Path, ctrl_c_at: type) -> None:
     """Release mode uses no seed and keeps none, so a resumed run must not miss the one that its point names."""
-    text = SPEC.split("[[series]]")[0].replace("[config]", '[config]\nmode = "release"')
+    text = PLAIN.replace("[config]", '[config]\nmode = "release"')
     (point,) = points_of(*read_spec(written(tmp_path, text=text, seeds="[3]")))
     folder = SweepFolder(tmp_path / "sweep")
     run_folder = RunFolder(folder.run_path(point))
@@ -168,7 +162,7 @@ def test_a_release_run_with_a_seed_in_its_spec_goes_on(tmp_path: Path, ctrl_c_at
 
 
 def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path) -> None:
-    text = SPEC.split("[[series]]")[0] + "sampler.batch_size = [256, 100_000]\n"
+    text = PLAIN + "sampler.batch_size = [256, 100_000]\n"
     file, folder = written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep")
     spec, points, rows = swept(file, folder)
     good, bad = (rows[point.identity] for point in points)
@@ -194,9 +188,8 @@ def test_processes_that_die_early_stop_a_sweep(tmp_path: Path, monkeypatch: pyte
         yield
 
     monkeypatch.setattr(execution, "_here", dying)
-    text = SPEC.split("[[series]]")[0]
     with pytest.raises(SweepStopped, match="3 processes died before they started a run.*fewer --jobs"):
-        swept(written(tmp_path, text=text, seeds="[0]"), SweepFolder(tmp_path / "sweep"))
+        swept(written(tmp_path, text=PLAIN, seeds="[0]"), SweepFolder(tmp_path / "sweep"))
 
 
 def test_the_command_refuses_a_bad_spec_before_anything_runs(tmp_path: Path) -> None:
@@ -224,8 +217,7 @@ def _kill_the_parent(parent: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [_kill_a_worker, _kill_the_parent])
 def test_a_killed_sweep_repeats_and_mixes_no_runs(tmp_path: Path, kill: Callable) -> None:
-    text = SPEC.split("[[series]]")[0]
-    file, out = written(tmp_path, text=text, seeds=str(list(range(8))), epochs=60), tmp_path / "sweep"
+    file, out = written(tmp_path, text=PLAIN, seeds=str(list(range(8))), epochs=60), tmp_path / "sweep"
     folder = SweepFolder(out)
     points = points_of(*read_spec(file))
     parent = subprocess.Popen(_command(file, out), text=True, stdout=subprocess.DEVNULL)
@@ -264,10 +256,8 @@ def _stamp(folder: SweepFolder, point: Point) -> tuple[int, int]:
 
 
 def test_an_edited_row_is_refused_and_an_old_one_warns(tmp_path: Path) -> None:
-    file, row = (
-        tmp_path / "rows" / "bp-1.json",
-        Row(identity="bp-1", status="done", figures={"test_accuracy": 0.5}),
-    )
+    file = tmp_path / "rows" / "bp-1.json"
+    row = Row(identity="bp-1", status="done", figures={"test_accuracy": 0.5})
     write_row(file, row)
     sound = file.read_text()
     assert read_row(file) == row

@@ -162,13 +162,11 @@ def test_a_published_run_learns_and_claims(tmp_path: Path) -> None:
     labels = np.arange(600) % 3
     data = 4.0 * np.eye(3, 8)[labels] + np.random.default_rng(1).normal(size=(600, 8)), labels
     config = {
-        "epochs": 8,
-        "threads": 1,
-        "model": {"hidden": [16], "activation": "gelu"},
+        "epochs": 8, "threads": 1, "model": {"hidden": [16], "activation": "gelu"},
         "optimizer": {"name": "adam", "lr": 0.01},
         "sampler": {"scheme": "poisson-min-batch", "batch_size": 100, "min_batch_size": 90},
         "trainer": {"kind": "ulr", "form": "published", "copies": 4, "sigma": 1.0, "target_std": 4.0},
-    }
+    }  # fmt: skip
     run = training.train(config, data=data, folder=tmp_path / "run")
     assert run.evaluate(*data)["accuracy"] > 0.9
     none, claimed = run.guarantees

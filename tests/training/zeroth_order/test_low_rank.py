@@ -415,9 +415,8 @@ def test_frozen_weights_of_eight_bits_stay_and_low_rank_updates_on_them_learn() 
             super().__init__()
             weight = torch.randn(16, 6)
             self.register_buffer("scale", weight.abs().amax(dim=1) / 127)
-            self.weight = nn.Parameter(
-                (weight / self.scale[:, None]).round().to(torch.int8), requires_grad=False
-            )
+            whole = (weight / self.scale[:, None]).round().to(torch.int8)
+            self.weight = nn.Parameter(whole, requires_grad=False)
             self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 16, bias=False)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -274,11 +274,9 @@ def test_tampering_is_found(tmp_path: Path) -> None:
     changes = {
         "step 1: its digest": _flip(content, start + 5),
         "step 7: its digest": _flip(content, start + 6 * 24 + 13),
-        "step 18: its digest": _flip(content, len(content) - 1),
-        "step 3: its digest": moved,
+        "step 18: its digest": _flip(content, len(content) - 1), "step 3: its digest": moved,
         "step 2: its digest": content[: start + 24] + content[start + 48 :],
-        "ends after step 17": content[:-24],
-        "header was changed": _flip(content, 40),
+        "ends after step 17": content[:-24], "header was changed": _flip(content, 40),
         "is not a step log": b"something else",
     }  # fmt: skip
     for message, changed in changes.items():

@@ -25,6 +25,11 @@ from opusim.training.networks.record_gradients.followed.placement import Held, M
 from opusim.training.networks.record_gradients.followed.tracking import RowTracker
 
 
+def holds_no_numbers(tensor: Tensor) -> bool:
+    """Return whether a tensor has a shape only, on torch's meta device."""
+    return tensor.is_meta
+
+
 class FeedbackShape(NamedTuple):
     """Width of the error and number of outputs of B that a model needs; `opusim.open_device` takes both."""
 
@@ -217,7 +222,7 @@ class PointHooks(Choosing, nn.Module):
             self._look(calls, added=added)
         if self._state == "measuring":
             return error
-        if error.is_meta:
+        if holds_no_numbers(error):
             raise ValueError(
                 "the model is on the meta device, whose tensors hold no numbers that a point could receive; give it "
                 "storage by to_empty(device='cpu') and fill it, or get the plain model from remove()"

@@ -95,7 +95,7 @@ def test_global_state_is_left_alone(tmp_path: Path) -> None:
     ({"model": {"hidden": []}}, ValueError, "no hidden layer"),
     ({"device": {"name": "gaussian", "seed": 5}}, ConfigError, "seed"),
     ({"trainer": {"kind": "bp"}, "device": {"name": "gaussian", "nosie": 5}}, ConfigError, "device.*does nothing"),
-    ({"sampler": {"batch_size": 256}}, ConfigError, "sampler.batch_size.*exceeds the 54 training"),
+    ({"sampler": {"batch_size": 256}}, ConfigError, "sampler.batch_size.*exceeds the 54 records that are trained on"),
     ({"torch_device": "cuda:99" if torch.cuda.is_available() else "cuda"}, ConfigError, "torch_device"),
     ({"torch_device": "abacus"}, ConfigError, "no torch device"),
     ({"device": {"name": "gaussian", "noise": {"sigma": 1e30}}}, ConfigError, "exceeds 1e.12"),

@@ -28,7 +28,7 @@ from opusim.training.feedback.trainer import FeedbackTrainer
 from opusim.training.networks.clipping import CountedSums
 from opusim.training.networks.network import FullyConnected
 from opusim.training.networks.optimizers import make_optimizer
-from opusim.training.protections.base import rounds_exactly
+from opusim.training.protections.base import counts_sums, rounds_exactly
 from opusim.training.protections.record import RecordGradients
 
 CLIP, DIVISOR = 0.27, 17.0
@@ -190,12 +190,23 @@ def test_a_step_says_whether_its_sums_are_exactly_rounded(kind: str, protection:
 
 
 @pytest.mark.parametrize(
-    ("place", "noise", "exact"),
-    [("cpu", "digital", True), ("cuda", "digital", False), ("cuda:1", "digital", False), ("cpu", "device", False)],
-)  # fmt: skip
-def test_only_the_processor_rounds_exactly(place: str, noise: str, exact: bool) -> None:
-    config: Any = SimpleNamespace(torch_device=place, protection=SimpleNamespace(noise=noise))
-    assert rounds_exactly(config) is exact
+    ("place", "noise", "experiment", "release"),
+    [
+        ("cpu", "digital", True, True),
+        ("cuda", "digital", False, True),
+        ("cuda:1", "digital", False, True),
+        ("mps", "digital", False, False),
+        ("cpu", "device", False, False),
+        ("cuda", "device", False, False),
+    ],
+)
+def test_digital_noise_is_rounded_exactly_where_a_stream_does(
+    place: str, noise: str, experiment: bool, release: bool
+) -> None:
+    for mode, exact in (("experiment", experiment), ("release", release)):
+        config: Any = SimpleNamespace(torch_device=place, mode=mode, protection=SimpleNamespace(noise=noise))
+        assert rounds_exactly(config) is exact
+        assert counts_sums(config) is (exact and (mode, place) == ("release", "cpu"))
 
 
 @pytest.mark.parametrize(("kind", "protection"), [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -534,6 +535,7 @@ def curve(
     read, origin = read_spec(spec)
     text, points = read_text(spec), points_of(read, origin)
     from opusim.accounting.explanation import print_rows
+    from opusim.accounting.mechanism import counted
     from opusim.training.reports.sweep_report import setting_rows, write_sweep
     from opusim.training.sweeps.execution import run_sweep
     from opusim.training.sweeps.sweep import SweepFolder, SweepResult
@@ -554,9 +556,8 @@ def curve(
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
     report_file = write_sweep(result, text)
     print_rows(setting_rows(result), without=("device energy", "device time"))
-    for row in rows.values():
-        if row.status == "failed":
-            typer.echo(f"failed: {row.identity}: {row.reason}")
+    for reason, count in Counter(row.reason for row in rows.values() if row.status == "failed").items():
+        typer.echo(f"failed: {counted(count, 'run')}: {reason}")
     typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
     if any(row.status == "failed" for row in rows.values()):
         raise typer.Exit(code=1)

@@ -296,6 +296,22 @@ class RunPlan(Plan):
         silent = self.description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
         return replace(self, description=silent, certificate=None)
 
+    def require_window(self) -> None:
+        """Refuse (ConfigError) a device that is too small for the network."""
+        if self.description is None:
+            return
+        shape = self.algorithm.device_shape
+        tiles = hasattr(device_factory(self.description.name, self.description.kind), "for_window")
+        for key, wanted in (("n_inputs", shape.n_inputs), ("n_outputs", shape.n_outputs)):
+            largest = getattr(self.description, key)
+            if wanted > largest and not tiles:
+                raise ConfigError(
+                    self.description.name,
+                    key,
+                    f"is {largest}, and this run's network needs {wanted}; make the network smaller, such as by "
+                    f"model.hidden, or raise {key} if the device has more",
+                )
+
     @contextmanager
     def opened_device(self, ranks: Ranks | None = None) -> Iterator[NoisyDevice | None]:
         """Open the device of the run; yields None if it has none.
@@ -310,17 +326,8 @@ class RunPlan(Plan):
         if self.description is None:
             yield None
             return
+        self.require_window()
         shape = self.algorithm.device_shape
-        tiles = hasattr(device_factory(self.description.name, self.description.kind), "for_window")
-        for key, wanted in (("n_inputs", shape.n_inputs), ("n_outputs", shape.n_outputs)):
-            largest = getattr(self.description, key)
-            if wanted > largest and not tiles:
-                raise ConfigError(
-                    self.description.name,
-                    key,
-                    f"is {largest}, and this run's network needs {wanted}; make the network smaller, such as by "
-                    f"model.hidden, or raise {key} if the device has more",
-                )
         opener = partial(
             open_described,
             self.description,

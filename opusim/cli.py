@@ -71,7 +71,7 @@ def list_command(as_json: _JSON = False) -> None:
 @app.command("show")
 def show_command(name: _NAME, as_json: _JSON = False) -> None:
     """Show a device: each number with its unit, status and source, and what its noise is."""
-    from opusim.camera.from_description import noise_line, number_rows
+    from opusim.camera.from_description import cautions, noise_line, number_rows
     from opusim.description.schema import load_description
     from opusim.devices.kinds import capabilities_of, require_described
 
@@ -91,6 +91,8 @@ def show_command(name: _NAME, as_json: _JSON = False) -> None:
             typer.echo(wrapped(line))
     else:
         typer.echo(noise_line(description))
+    for line in cautions(description):
+        typer.echo(wrapped(f"caution: {line}", indent="  "))
     frames, outputs = description.frames, description.n_outputs
     one = "a vector of intensities" if "intensities" in can else "one vector"
     shown = {one: 1, "a ternary projection": frames.frames_per_projection}
@@ -120,6 +122,7 @@ def copy_command(
 
     Numbers that are kept become 'assumed', since they were not measured on your device; their sources say so.
     """
+    from opusim.camera.from_description import cautions
     from opusim.description.schema import copied, load_description
     from opusim.description.section import merged, parse_setting
 
@@ -132,6 +135,8 @@ def copy_command(
     description = copied(load_description(name), load_description(name, changes), title, source)
     out.write_text(to_toml(description.dump()), encoding="utf-8")
     typer.echo(f"description: {out}; opusim device show {quoted(out)}")
+    for line in cautions(description):
+        typer.echo(wrapped(f"caution: {line}", indent="  "))
 
 
 def _time(seconds: float) -> str:

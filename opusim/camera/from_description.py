@@ -681,6 +681,42 @@ def noise_line(description: DeviceDescription) -> str:
     return line
 
 
+_UNUSED = 1.5
+"""Range of the converter over the full well from which the gain looks forgotten."""
+_CUT, _UNCUT = 2.0, 3.0
+"""Standard deviations of the read noise between code 0 and a dark frame: fewer need a caution, so many are advised."""
+
+
+def cautions(description: DeviceDescription) -> list[str]:
+    """Return what looks unintended in a camera's numbers, a line each.
+
+    A gain that leaves a third of the converter's range unused at the full well, and read noise that code 0 cuts in dark
+    frames, which makes the measured anchor too dark and entries of B too large.
+    """
+    camera = description.camera
+    if camera is None or not camera.sensor.adc_bits:
+        return []
+    sensor, light = camera.sensor, camera.light
+    top, gain, black = 2**camera.sensor.adc_bits - 1, sensor.gain_dn_per_e, sensor.black_level_dn
+    dark_e = light.bias_e + light.ambient_e + dark_charge_e(camera, light.exposure_us)
+    full, found, gains = gain * (sensor.full_well_e or math.inf), [], [gain]
+    if top - black > _UNUSED * full:
+        gains.append(gain * (top - black) / full)
+        found.append(
+            f"camera.sensor.gain_dn_per_e = {gain:.3g} puts full well at {black + full:,.0f} of {top:,} DN; set it to "
+            f"{gains[-1]:.3g}, so that all {sensor.adc_bits} bits count"
+        )
+    noise, lift = gains[-1] * sensor.read_noise_e, gains[-1] * dark_e
+    if _CUT * noise > black + lift:
+        at = f" at the gain {gains[-1]:.3g}" if found else ""
+        found.append(
+            f"camera.sensor.read_noise_e = {sensor.read_noise_e:g} is {noise:.3g} DN{at}, and dark frames lie at "
+            f"{black + lift:.3g} DN: noise is cut at code 0, and entries of B are not N(0, 1); set "
+            f"camera.sensor.black_level_dn to {math.ceil(_UNCUT * noise - lift)}"
+        )
+    return found
+
+
 # Laws of readings
 
 _FALLS_FROM_DN = 0.23

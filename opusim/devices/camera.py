@@ -190,6 +190,8 @@ class CameraDevice(NoisyDevice):
     def reading_variance(self, x: torch.Tensor) -> torch.Tensor:  # (batch, n_inputs) -> (batch, n_outputs)
         """Var[y] of readings of x, squared projection units, float64; exact, rounding and clipping included.
 
+        A thousand outputs take some 0.2 s for each vector where pixels come near an end of the converter, else less.
+
         Far from the ends, and with noise above 0.4 DN, it is scale^2 times the sum over frames of w_f^2 times EMVA
         1288's eq. 9 (`opusim.camera.stages.Sensor.variance_dn2`). Fluctuating power with the covariance C between the
         frames adds (scale K)^2 sum over frames f, g of w_f w_g C_fg light_f light_g; rounding and the ends are then

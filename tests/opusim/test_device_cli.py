@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from opusim.camera.from_description import cautions
 from opusim.description.schema import load_description, packaged_names
 from opusim.errors import ConfigError
 from opusim.files import to_toml
@@ -38,6 +39,45 @@ def test_show_refuses_what_its_class_would_refuse(tmp_path: Path, options: list[
     file.write_text(to_toml(content))
     told = r"medium: missing; a simulated device needs \[medium\] with a seed"
     device_refuses(ConfigError, told, "show", file, *options)
+
+
+def test_packaged_cameras_need_no_caution() -> None:
+    assert [cautions(load_description(name)) for name in packaged_names()] == [[]] * len(packaged_names())
+
+
+@pytest.mark.parametrize(
+    ("settings", "told", "remedies"),
+    [
+        (
+            ["adc_bits=12"],
+            "camera.sensor.gain_dn_per_e = 0.0189 puts full well at 259 of 4,095 DN; set it to 0.303,",
+            ["gain_dn_per_e=0.303", "black_level_dn=12"],
+        ),
+        (
+            ["read_noise_e=500"],
+            "read_noise_e = 500 is 9.45 DN, and dark frames lie at 4 DN: noise is cut at code 0, and entries of B "
+            "are not N(0, 1); set camera.sensor.black_level_dn to 29",
+            ["black_level_dn=29"],
+        ),
+    ],
+)
+def test_copy_and_show_caution_against_a_forgotten_gain_and_noise_below_code_0(
+    settings: list[str], told: str, remedies: list[str], tmp_path: Path
+) -> None:
+    def shown(name: str, settings: list[str]) -> list[str]:
+        """What copy and show say, each as one line."""
+        words = [word for setting in settings for word in ("--set", f"camera.sensor.{setting}")]
+        out = str(tmp_path / f"{name}.toml")
+        return [
+            " ".join(run_device(*line).split())
+            for line in (["copy", "camera", "--out", out, *words], ["show", out])
+        ]
+
+    for text in shown("forgotten", settings):
+        assert told in text
+        assert all(remedy.split("=")[1] in text.split("caution:", 1)[1] for remedy in remedies)
+    for text in shown("mended", [*settings, *remedies]):
+        assert "caution:" not in text
 
 
 def test_copy_writes_a_description_with_changed_keys(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Each kind of trainer has a command, whose options are the fields of its section.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -504,6 +505,7 @@ def curve(
     read, origin = read_spec(spec)
     text, points = read_text(spec), points_of(read, origin)
     from opusim.accounting.explanation import print_rows
+    from opusim.accounting.mechanism import counted
     from opusim.training.reports.sweep_report import setting_rows, write_sweep
     from opusim.training.sweeps.execution import run_sweep
     from opusim.training.sweeps.sweep import SweepFolder, SweepResult
@@ -524,9 +526,8 @@ def curve(
     result = SweepResult(spec=read, points=points, rows=rows, folder=folder)
     report_file = write_sweep(result, text)
     print_rows(setting_rows(result), without=("device energy", "device time"))
-    for row in rows.values():
-        if row.status == "failed":
-            typer.echo(f"failed: {row.identity}: {row.reason}")
+    for reason, count in Counter(row.reason for row in rows.values() if row.status == "failed").items():
+        typer.echo(f"failed: {counted(count, 'run')}: {reason}")
     typer.echo(f"sweep folder: {folder.path}\nreport:       {report_file}")
     if any(row.status == "failed" for row in rows.values()):
         raise typer.Exit(code=1)

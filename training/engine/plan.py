@@ -278,14 +278,9 @@ class RunPlan(Plan):
         silent = self.description.model_copy(update={"noise": NoiseSettings(sigma=0.0)})
         return replace(self, description=silent, certificate=None)
 
-    @contextmanager
-    def opened_device(self, ranks: Ranks | None = None) -> Iterator[NoisyDevice | None]:
-        """Open the device of the run, which the processes use as one; yields None if it has none.
-
-        Raises ConfigError if it is too small for the network, and DeviceError if it cannot be opened.
-        """
+    def require_window(self) -> None:
+        """Refuse (ConfigError) a device that is too small for the network."""
         if self.description is None:
-            yield None
             return
         shape = self.algorithm.device_shape
         tiles = hasattr(device_factory(self.description.name, self.description.kind), "for_window")
@@ -298,6 +293,18 @@ class RunPlan(Plan):
                     f"is {largest}, and this run's network needs {wanted}; make the network smaller, such as by "
                     f"model.hidden, or raise {key} if the device has more",
                 )
+
+    @contextmanager
+    def opened_device(self, ranks: Ranks | None = None) -> Iterator[NoisyDevice | None]:
+        """Open the device of the run, which the processes use as one; yields None if it has none.
+
+        Raises ConfigError if it is too small for the network, and DeviceError if it cannot be opened.
+        """
+        if self.description is None:
+            yield None
+            return
+        self.require_window()
+        shape = self.algorithm.device_shape
         opener = partial(
             open_described,
             self.description,

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -78,6 +78,12 @@ class Inputs:
             for point in points
         ]
 
+    def dataset(self, config: RunConfig) -> Dataset:
+        """Return the records of a run."""
+        if self.data is None:
+            return _dataset(config.data, config.split)
+        return load_data(config, self.data, self.test)
+
 
 _NAMED = Inputs()
 """No user-supplied inputs: each configuration names its data and model."""
@@ -101,8 +107,12 @@ class SweepForecast:
     silent: int
 
     @classmethod
-    def of(cls, points: Sequence[Point]) -> Self:
-        """Return the forecast of some runs; opens the device of each setting once, for all its seeds."""
+    def of(cls, points: Sequence[Point], inputs: Inputs, *, opens: bool) -> Self:
+        """Return the forecast of some runs; it opens the device of each setting once, for all its seeds, if `opens`.
+
+        Raises:
+            ConfigError: The device of a run is too small for its network.
+        """
         settings = {point.config.replaced(seed=0).digest(): point.config for point in points}
         counts = Counter(point.config.replaced(seed=0).digest() for point in points)
         usage, runs, is_mean, silent = Usage(), 0, False, 0
@@ -113,12 +123,17 @@ class SweepForecast:
             if time.monotonic() > latest:
                 silent += counts[setting]
                 continue
+            found = each = plan = None
+            with suppress(*FOREIGN_ERRORS):  # the run itself says why, in its row
+                plan = RunPlan.checked(config, inputs.dataset(config), model=copy.deepcopy(inputs.model))
+            if plan is not None:
+                plan.require_window()
             try:
-                plan = RunPlan.checked(config, _dataset(config.data, config.split))
-                with plan.opened_device() as device:
-                    found = Forecast.of(plan, device)
-                    each = None if found is None else found.usage()
-            except FOREIGN_ERRORS:  # the run itself says why, in its row
+                if plan is not None and opens:
+                    with plan.opened_device() as device:
+                        found = Forecast.of(plan, device)
+                        each = None if found is None else found.usage()
+            except FOREIGN_ERRORS:
                 found = each = None
             if found is None or each is None:
                 silent += counts[setting]
@@ -147,7 +162,8 @@ def run_sweep(
     Points with the same configuration share a run. `on_forecast` is called first, with the forecast of the missing runs
     (None opens no device), `on_row` with each new row and the estimated seconds left (None if unknown, as on a
     cluster). Raises FolderBusy if another process is running this sweep, RunFolderError if the folder holds other work,
-    and SweepStopped if the cluster cannot be reached or was lost, or processes die before they start a run.
+    ConfigError if the device of a run is too small for its network, and SweepStopped if the
+    cluster cannot be reached or was lost, or processes die before they start a run.
     """
     distinct = {point.identity: point for point in points}
     require_kind(folder.path, "sweep")
@@ -155,11 +171,14 @@ def run_sweep(
         rows = folder.rows(list(distinct.values()))
         if retry_failed:
             rows = {identity: row for identity, row in rows.items() if row.status != "failed"}
+        wanted = [point for key, point in distinct.items() if key not in rows]
+        forecast = SweepForecast.of(wanted, inputs, opens=on_forecast is not None)
         if on_forecast is not None:
-            on_forecast(SweepForecast.of([point for key, point in distinct.items() if key not in rows]))
+            on_forecast(forecast)
         with Progress("sweep", "runs", show=progress) as bar:
             bar.start(len(distinct), done=len(rows), at_once=True)
             deaths: Counter[str] = Counter()
+            told: set[str | None] = set()
             idle = 0
             while missing := [point for identity, point in distinct.items() if identity not in rows]:
                 before = len(rows), deaths.total()
@@ -174,7 +193,8 @@ def run_sweep(
                             rows[row.identity] = row
                             # a cluster has as many runs at once as workers, which come and go
                             left = None if cluster else _seconds_left(rows, distinct, jobs)
-                            if row.status == "failed":
+                            if row.status == "failed" and row.reason not in told:
+                                told.add(row.reason)
                                 bar.say(f"failed: {row.identity}: {row.reason}")
                             bar.advance(left_s=left)
                             on_row(row, left)
@@ -224,11 +244,7 @@ def run_point(
         run = None
         while run is None and not folder.finished:
             try:
-                dataset = (
-                    _dataset(config.data, config.split)
-                    if inputs.data is None
-                    else load_data(config, inputs.data, inputs.test)
-                )
+                dataset = inputs.dataset(config)
                 resume = folder.started
                 if resume:
                     require_trusted(folder.read_facts(), trust_code=names_code)

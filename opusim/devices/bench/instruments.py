@@ -520,7 +520,12 @@ class Sequencer:
             if wrong.any():
                 where = int(np.argmax(wrong))
                 place = _MARK * where + first
-                if flicker > MOST_FLICKER:
+                if stray.any() and gone.any():
+                    cause = "frames are shifted"
+                    remedy = (
+                        "check the pulses, and that Grabber.configure forgets frames that were not grabbed"
+                    )
+                elif flicker > MOST_FLICKER:
                     cause, remedy = f"the light fluctuates by {flicker:.0%} from frame to frame", STABILISE
                 raise FramesLost(
                     f"the {('blank frame', 'anchor')[first]} that marks pattern {where * MARKED} shows "

@@ -482,7 +482,11 @@ def measure_setup(
     centre = int(row), int(column)
     probe = _around(centre, (_PROBE, _PROBE), whole, settings)
     source.configure(exposure_us=exposure_us, roi=probe, binning=settings.binning)
-    require_interference(look_at_light(source), name)
+    look = look_at_light(source)
+    require_interference(look, name)
+    source.expect(
+        look.blank_dn, look.blank_dn + float(look.anchor_dn.mean())
+    )  # also if frames are a little late
     twice = source.show(np.repeat(random_switches(source.layout), 2, axis=0))
     grain = grain_spacing(twice[0::2], twice[1::2], name=name)
     # 3. A square region of so many grains that enough of them are usable outputs.
@@ -619,12 +623,13 @@ def grain_spacing(first: np.ndarray, second: np.ndarray, *, name: str) -> tuple[
     overlap = np.fft.irfft2(np.abs(np.fft.rfft2(np.ones((rows, columns)), shape)) ** 2, shape)
     largest = (max(2, rows // 4), max(2, columns // 4))
     part = summed[: largest[0], : largest[1]] / overlap[: largest[0], : largest[1]]
-    own = float(np.mean(changes[0] ** 2))
-    if not part[0, 0] > _LEAST_CORRELATION * own:
+    own = float(
+        np.sum(changes[0] * changes[1]) / max(np.linalg.norm(changes[0]) * np.linalg.norm(changes[1]), 1e-30)
+    )
+    if not own > _LEAST_CORRELATION:
         raise DeviceFault(
-            f"device {name!r}: frames do not depend on the patterns: frames of one pattern correlate by "
-            f"{part[0, 0] / max(own, 1e-30):.2f}; check that the mirrors switch, and that the camera waits for their "
-            "pulses"
+            f"device {name!r}: frames do not depend on the patterns: frames of one pattern correlate by {own:.2f}; "
+            "check that the mirrors switch, and that the camera waits for their pulses"
         )
     correlation = part / part[0, 0]
     found = []
@@ -632,8 +637,8 @@ def grain_spacing(first: np.ndarray, second: np.ndarray, *, name: str) -> tuple[
         below = np.flatnonzero(along <= _LEAST_CORRELATION)
         if not len(below):
             raise DeviceFault(
-                f"device {name!r}: speckle still correlates by {along[-1]:.2f} over {len(along)} {what}: grains are "
-                "too large, or the light does not pass a scattering medium; bring the camera nearer, or set "
+                f"device {name!r}: speckle still correlates by {min(along[-1], 1.0):.2f} over {len(along)} {what}: "
+                "grains are too large, or the light does not pass a scattering medium; bring the camera nearer, or set "
                 "bench.binning"
             )
         found.append(int(below[0]))

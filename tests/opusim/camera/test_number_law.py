@@ -1,12 +1,14 @@
 """Numbers of a camera: their exact laws, moments and likelihoods, and what a link of few bits leaves of them."""
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy.special import ndtr
 from scipy.stats import norm, poisson
 
 from opusim import ConfigError, load_description, open_device
@@ -128,6 +130,18 @@ NAMED_SENSORS = {
         gain_dn_per_e=0.5, shot_noise=True, read_noise_e=1.2, black_level_dn=9.0, adc_bits=8, full_well_e=60.0
     ),
     "no converter": Sensor(gain_dn_per_e=0.5, shot_noise=True, read_noise_e=1.2, full_well_e=60.0),
+    "a third of a number": Sensor(
+        gain_dn_per_e=0.06, shot_noise=True, read_noise_e=5.0, black_level_dn=0.4, adc_bits=3
+    ),
+    "most of a number": Sensor(gain_dn_per_e=0.07, shot_noise=True, read_noise_e=14.0, adc_bits=3),
+    "one number": Sensor(gain_dn_per_e=0.05, shot_noise=True, read_noise_e=20.0, adc_bits=3),
+    "wide": Sensor(
+        gain_dn_per_e=0.01889, shot_noise=True, read_noise_e=500.0, black_level_dn=4.0, adc_bits=8
+    ),
+    "wider than the range": Sensor(gain_dn_per_e=0.3, shot_noise=True, read_noise_e=40.0, adc_bits=3),
+    "wide over a full well": Sensor(
+        gain_dn_per_e=0.5, shot_noise=True, read_noise_e=8.0, black_level_dn=9.0, adc_bits=6, full_well_e=60.0
+    ),
 }
 MEANS = np.array([0.0, 0.05, 2.7, 31.0, 110.0])
 SHIFTS = np.array([0.0, 3.7, -11.3, 20.0])
@@ -137,9 +151,9 @@ def by_masses(sensor: Sensor, rate: float, offset: float) -> tuple[float, float]
     """The naive twin: every count and every number, one after the other."""
     numbers = np.arange(2**sensor.adc_bits) if sensor.adc_bits else None
     mean = square = 0.0
-    counts = range(int(rate + 12 * math.sqrt(rate) + 40)) if sensor.shot_noise else [rate]
-    for count in counts:
-        mass = float(poisson.pmf(count, rate)) if sensor.shot_noise else 1.0
+    counts = np.arange(int(rate + 12 * math.sqrt(rate) + 40)) if sensor.shot_noise else np.array([rate])
+    masses = poisson.pmf(counts, rate) if sensor.shot_noise else np.ones(1)
+    for count, mass in zip(counts.tolist(), masses.tolist(), strict=True):
         well = math.inf if sensor.full_well_e is None else sensor.full_well_e
         centre = sensor.black_level_dn + sensor.gain_dn_per_e * (min(count, well) + offset)
         std = sensor.gain_dn_per_e * sensor.read_noise_e
@@ -149,7 +163,7 @@ def by_masses(sensor: Sensor, rate: float, offset: float) -> tuple[float, float]
         if std == 0:
             law = (numbers == np.clip(np.rint(centre), 0, numbers[-1])).astype(float)
         else:
-            below = norm.cdf((numbers[:-1] + 0.5 - centre) / std)
+            below = ndtr((numbers[:-1] + 0.5 - centre) / std)
             law = np.diff(np.concatenate([[0.0], below, [1.0]]))
         mean, square = mean + mass * float(law @ numbers), square + mass * float(law @ numbers**2)
     return mean, square - mean**2
@@ -164,6 +178,24 @@ def test_moments_are_those_of_the_law(name: str) -> None:
             expected = by_masses(sensor, float(rate), float(offset))
             assert mean[i, j] == pytest.approx(expected[0], abs=2e-6)
             assert variance[i, j] == pytest.approx(expected[1], abs=2e-6)
+
+
+@pytest.mark.parametrize("read_noise_e", [60.0, 500.0])
+def test_wide_noise_takes_few_counts_and_no_codes(read_noise_e: float) -> None:
+    """The law of 2,000 electrons at both ends of the converter, and the time of the frames of 1,000 outputs."""
+    sensor = Sensor(gain_dn_per_e=0.02, shot_noise=True, read_noise_e=read_noise_e, adc_bits=6)
+    offsets = np.array([-2000.0, 0.0, 1100.0])  # means of 0, 40 and 62 of 63 DN
+    law = number_law(np.full((1, 3), 2000.0), offsets, sensor)
+    codes = law.first + np.arange(law.masses.shape[2])
+    expected = (law.masses @ codes)[0]
+    mean, variance = sensor.moments(2000.0, offsets)
+    np.testing.assert_allclose(mean, expected, atol=1e-6)
+    squares = np.square(codes - expected[:, None])
+    np.testing.assert_allclose(variance, np.sum(law.masses[0] * squares, axis=1), atol=1e-6)
+    assert np.all(np.abs(variance - sensor.variance_dn2(2000.0))[[0, 2]] > 0.1), "no end is met"
+    start = time.process_time()
+    sensor.moments(np.full((4, 1000), 2000.0), offsets[0])
+    assert time.process_time() - start < 5  # a sum over codes takes a minute at 500 electrons
 
 
 def test_the_closed_form_and_the_rounding_limit_hold() -> None:

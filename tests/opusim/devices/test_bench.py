@@ -230,6 +230,42 @@ def test_a_bench_that_cannot_be_used_is_refused_with_the_cause(cause: str, optic
     assert len(refuses(DeviceFault, told, opener, **options)) < 400
 
 
+def test_frames_that_come_late_are_named_before_grains_are_measured(
+    optics: Any, opener: Opener, modules: Modules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: list[np.ndarray] = []
+
+    def one_late(f: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        first = late[-1] if late and late[-1].shape == f[:1].shape else f[:1] ^ 1
+        late.append(f[-1:].copy())
+        return np.concatenate([first, f[:-1]]), c
+
+    camera = changed(modules["my_bench"].Camera, grab=grabbed(one_late))
+    with pytest.raises(
+        DeviceFault, match=r"marks pattern 0 shows .*: frames are shifted; check the pulses, and"
+    ):
+        opener(grabber=camera, setup=None)
+    monkeypatch.setattr(Sequencer, "_check_marks", lambda *_: None)
+    with pytest.raises(DeviceFault) as caught:  # what their neighbours in the setup say
+        opener(grabber=camera, setup=None)
+    assert "shifted" not in str(caught.value)
+
+
+def test_correlations_are_told_within_their_range() -> None:
+    rng = np.random.default_rng(1)
+    first = rng.exponential(size=(32, 24, 24))
+    for second in (2 * first.mean(axis=0) - first, rng.exponential(size=first.shape)):
+        with pytest.raises(DeviceFault, match="frames of one pattern correlate by") as caught:
+            grain_spacing(first, second, name="bench")
+        told = re.search(r"correlate by (-?[0-9.]+);", str(caught.value))
+        assert told
+        assert -1 <= float(told[1]) < 0.05
+    one = np.linspace(0.5, 1.5, 24)[None, :, None] * np.ones((1, 24, 24))
+    sloped = 1 + np.linspace(-0.5, 0.5, 32)[:, None, None] * (one - 1)
+    with pytest.raises(DeviceFault, match=r"still correlates by (0\.\d\d|1\.00) over"):
+        grain_spacing(sloped, sloped, name="bench")
+
+
 def test_more_bits_than_the_camera_has_are_named(optics: Any, opener: Opener, modules: Modules) -> None:
     wide = changed(modules["my_bench"].Camera, bits=fixed(16))
     for exposure_us in (None, 165.0):  # many pixels are full, and few
@@ -589,6 +625,7 @@ def test_the_monitor_compares_two_of_its_looks(power: float, told: str, optics: 
     with opener(monitor={"every_steps": 1, "baseline_readings": 8}) as device:
         checked(range(3))
         optics.power = power
+        device.project(reference_vectors(4, N_INPUTS))  # which looks at no light
         refuses(DeviceFault, told, checked, range(3, 20))
 
 

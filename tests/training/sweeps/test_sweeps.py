@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,10 +13,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from joblib.externals.loky.process_executor import TerminatedWorkerError
+from typer.testing import CliRunner
 
+from opusim.errors import ConfigError
+from opusim.training.cli.train import curve_app
 from opusim.training.data.catalogue import build_dataset
 from opusim.training.engine.session import train_on
 from opusim.training.errors import RunFolderError, RunInterrupted, SweepStopped
@@ -175,6 +180,40 @@ def test_a_failure_is_a_row_with_its_reason_and_the_others_go_on(tmp_path: Path)
     assert run_sweep(points, folder, jobs=1)[points[1].identity] == bad  # kept, not tried again
     retried = run_sweep(points[1:], folder, jobs=1, retry_failed=True)[points[1].identity]
     assert retried.status == "failed"
+
+
+@pytest.mark.parametrize("foretold", [False, True])
+def test_a_device_too_small_for_a_network_refuses_the_sweep_before_any_run(
+    foretold: bool, tmp_path: Path
+) -> None:
+    text = SPEC.split("[[series]]")[0].replace(
+        "model.hidden = [16]", 'device.n_outputs = 20\ndevice.name = "camera"'
+    )
+    file, folder = (
+        written(tmp_path, text=text + "model.hidden = [[16], [16, 8]]\n"),
+        SweepFolder(tmp_path / "sweep"),
+    )
+    points = points_of(*read_spec(file))
+    told: list[Any] = []
+    with pytest.raises(
+        ConfigError, match="n_outputs: is 20, and this run's network needs 24; make the network"
+    ):
+        run_sweep(points, folder, jobs=1, on_forecast=told.append if foretold else None)
+    assert not told
+    assert not any(folder.run_path(point).exists() or folder.row_path(point).exists() for point in points)
+
+
+def test_equal_failures_are_one_line_with_their_count(tmp_path: Path) -> None:
+    text = SPEC.split("[[series]]")[0].replace(
+        "[axes]", 'trainer.kind = "bp"\nsampler.batch_size = 100_000\n[axes]'
+    )
+    words = [str(written(tmp_path, text=text)), "--out", str(tmp_path / "sweep"), "--jobs", "1"]
+    result = CliRunner().invoke(curve_app, words)
+    assert result.exit_code == 1
+    lines = [line for line in result.stdout.splitlines() if line.startswith("failed:")]
+    assert len(lines) == 1
+    assert re.match(r"failed: 2 runs: .*exceeds the", lines[0])
+    assert result.stderr.count("exceeds the") == 1
 
 
 def test_processes_that_die_early_stop_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

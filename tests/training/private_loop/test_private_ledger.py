@@ -78,10 +78,12 @@ def test_a_budget_ends_a_loop_within_an_epoch(tmp_path: Path) -> None:
 def with_dropout(*, feedback: bool) -> Parts:
     """A network with dropout, which may learn through a noisy device, and an optimizer with a state."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
     if feedback:
-        device = opusim.open_device("gaussian", n_inputs=3, n_outputs=16, seed=4)
-        model = opusim.FeedbackAlignment(model, ["1"], device=device)
+        model = opusim.FeedbackAlignment(model, ["1"])
+        model.noisy_device = opusim.open_device(
+            "gaussian", **model.shape(torch.zeros(2, 8))._asdict(), seed=4
+        )
     _, _, criterion, loader = parts(model)
     return model, torch.optim.Adam(model.parameters(), lr=0.01), criterion, loader
 
@@ -351,6 +353,7 @@ def test_a_folder_states_what_its_loop_states(tmp_path: Path) -> None:
             run_epoch(private, steps=2)
             unsaved = private.statement()
             assert unsaved.ledger.checked_against == ("the program's own record",)
+            assert "in the program's own record" in " ".join(str(unsaved).split())
             assert "unwitnessed" not in unsaved.warnings  # the program holds the ledger
             assert "unwitnessed" in stated_loop(tmp_path / name).warnings
             private.save()

@@ -25,7 +25,8 @@ class Kept(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.way, self.linear, self.embedding = way, nn.Linear(4, 3), nn.Embedding(9, 4)
+        self.way, self.linear, frozen = way, nn.Linear(4, 3), way == "frozen, max_norm"
+        self.embedding = nn.Embedding(9, 4, max_norm=0.5 if frozen else None).requires_grad_(not frozen)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("histogram", torch.zeros(9))
         self.seen: list[Tensor] = []
@@ -75,6 +76,7 @@ TOKENS = torch.randint(9, (40, 4), generator=GENERATOR)
         ("log", NUMBERS, "'Kept.seen[^']*' depends on earlier batches"),
         ("largest", NUMBERS, "a training pass changes buffer 'calls'"),
         ("seen tokens", TOKENS, "a training pass changes buffer 'histogram'"),
+        ("frozen, max_norm", TOKENS, "a forward pass changes 'embedding.weight'"),
         ("records last", NUMBERS, "records must come first; transpose it in the module|no tensor with a row"),
         ("mixes", TOKENS, "mixes the records"),
         ("mixes", TOKENS[:1].expand(40, 4), "mixes the records"),

@@ -237,8 +237,8 @@ def stop_and_resume(config: dict[str, Any], folder: Path, watcher: Callback) -> 
 
 @pytest.mark.parametrize("block", [1, 3, 64])
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_every_step_is_synced_first(
-    tmp_path: Path, mode: str, block: int, monkeypatch: Any, stop_at: Any
+def test_steps_are_synced_first(
+    tmp_path: Path, mode: str, block: int, monkeypatch: Any, stop_at: type
 ) -> None:
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, mode, block)
     recorder = Recorder(monkeypatch)
@@ -282,8 +282,8 @@ def _pay_once_for_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_pay_late, _never_sync, _pay_once_for_repeats])
-def test_planted_faults_of_order_are_caught(
-    tmp_path: Path, fault: Any, monkeypatch: Any, stop_at: Any
+def test_planted_faults_of_order_are_found(
+    tmp_path: Path, fault: Any, monkeypatch: Any, stop_at: type
 ) -> None:
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     recorder = Recorder(monkeypatch)

@@ -367,6 +367,14 @@ def test_a_tampered_ledger_is_refused_with_its_place(stopped: Path, tmp_path: Pa
     training.load_run(folder).predict(DATA[0])  # the model is still there
 
 
+def test_a_line_that_the_head_does_not_count_is_what_a_crash_leaves(stopped: Path, tmp_path: Path) -> None:
+    folder = copy_of(stopped, tmp_path)
+    with (folder / "ledger.jsonl").open("ab") as ledger:
+        ledger.write(b'{"schema_version":1,"line":5,')
+    training.train(data=DATA, folder=folder, resume=True)
+    assert paid_steps(folder) == STEPS
+
+
 def test_every_flipped_byte_is_found_on_its_line(stopped: Path, tmp_path: Path) -> None:
     folder = copy_of(stopped, tmp_path)
     for name, stride in (("ledger.jsonl", 3), ("ledger.head", 1)):

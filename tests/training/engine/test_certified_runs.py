@@ -185,9 +185,7 @@ def test_the_credited_noise_is_the_certified_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_resumed_run_spends_beta_once_and_keeps_its_certificate(
-    tmp_path: Path, mode: str, stop_at: Any
-) -> None:
+def test_a_resumed_run_spends_beta_once(tmp_path: Path, mode: str, stop_at: type) -> None:
     device = description_file(tmp_path, "gaussian")
     certificate = certify(tmp_path, device)
     folder = tmp_path / "run"
@@ -213,23 +211,20 @@ def stale(days: int) -> str:
     return (TODAY - datetime.timedelta(days=days)).isoformat()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"device": "other"}, "certificate: is that of 'other'; calibrate this device"),
-        ({"description_digest": "0" * 32}, "was made for another description; calibrate the device again"),
-        ({"date": stale(31)}, "is 31 days ago, and a certificate holds for device.certificate_days = 30"),
-        ({"date": stale(-5)}, "lies after today"),
-        ({"date": "yesterday"}, "'yesterday' is no date such as"),
-        ({"n_outputs": OUTPUTS - 1}, "covers 63 outputs, the window has 64; calibrate with --outputs 64"),
-        ({"noise": None}, "certifies no law, the device has 'gaussian'"),
-        (
-            {"noise": PhotonCountLaw(dark_e_low=1.0, dark_e_high=2.0, light_ratio_low=0.9, light_ratio_high=1.1)},
-            "certifies the law 'photon_count', the device has 'gaussian'",
-        ),
-        ({"beta": 1e-5}, "leaves nothing of protection.delta = 1e-05; calibrate with --beta 1e-06"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"device": "other"}, "certificate: is that of 'other'; calibrate this device"),
+    ({"description_digest": "0" * 32}, "was made for another description; calibrate the device again"),
+    ({"date": stale(31)}, "is 31 days ago, and a certificate holds for device.certificate_days = 30"),
+    ({"date": stale(-5)}, "lies after today"),
+    ({"date": "yesterday"}, "'yesterday' is no date such as"),
+    ({"n_outputs": OUTPUTS - 1}, "covers 63 outputs, the window has 64; calibrate with --outputs 64"),
+    ({"noise": None}, "certifies no law, the device has 'gaussian'"),
+    (
+        {"noise": PhotonCountLaw(dark_e_low=1.0, dark_e_high=2.0, light_ratio_low=0.9, light_ratio_high=1.1)},
+        "certifies the law 'photon_count', the device has 'gaussian'",
+    ),
+    ({"beta": 1e-5}, "leaves nothing of protection.delta = 1e-05; calibrate with --beta 1e-06"),
+])  # fmt: skip
 def test_a_certificate_that_does_not_fit_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         train(certified(tmp_path, certificate=changes), folder=tmp_path / "run")
@@ -243,14 +238,11 @@ def test_an_older_certificate_is_used_if_its_age_is_allowed(tmp_path: Path) -> N
     assert "40 days old when first used" in " ".join(one.text for one in run.guarantees[0].assumptions)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"protection": {"noise": "digital"}}, "device.certificate: .*it needs a guarantee that rests on"),
-        ({"device": {"certificate": None, "certificate_days": 3}}, "certificate_days: 3 does nothing here"),
-        ({"device": {"certificate_days": -1}}, "certificate_days"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"protection": {"noise": "digital"}}, "device.certificate: .*it needs a guarantee that rests on"),
+    ({"device": {"certificate": None, "certificate_days": 3}}, "certificate_days: 3 does nothing here"),
+    ({"device": {"certificate_days": -1}}, "certificate_days"),
+])  # fmt: skip
 def test_a_key_without_effect_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         train(certified(tmp_path, **changes), folder=tmp_path / "run")
@@ -271,7 +263,7 @@ def broken(
 
 @pytest.mark.parametrize(("every_steps", "stop", "since"), [(1, 23, 22), (10, 30, 20)])
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_a_tenth_less_noise_ends_a_run(
+def test_a_tenth_less_noise_ends_it(
     tmp_path: Path, every_steps: int, stop: int, since: int, mode: str
 ) -> None:
     with pytest.raises(NoiseBelowCertificate, match=f"weaker than certified from step {since} on; see what"):
@@ -329,17 +321,13 @@ def test_a_device_weaker_than_its_certificate_does_not_open(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("trainer", "protection"),
-    [
-        ({"kind": "pdfa"}, {"kind": "label-readout", "epsilon": 2.0, "noise": "device"}),
-        ({"kind": "pdfa"}, {"kind": "label-amplified", "noise_multiplier": 2.0, "noise": "device"}),
-        ({"kind": "zo"}, {"kind": "record", "noise_multiplier": 2.0, "noise": "device"}),
-        ({"kind": "convex"}, {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"}),
-        ({"kind": "convex"}, {"kind": "record", "noise_multiplier": 2.0, "noise": "device"}),
-    ],
-    ids=lambda one: one["kind"],
-)
+@pytest.mark.parametrize(("trainer", "protection"), [
+    ({"kind": "pdfa"}, {"kind": "label-readout", "epsilon": 2.0, "noise": "device"}),
+    ({"kind": "pdfa"}, {"kind": "label-amplified", "noise_multiplier": 2.0, "noise": "device"}),
+    ({"kind": "zo"}, {"kind": "record", "noise_multiplier": 2.0, "noise": "device"}),
+    ({"kind": "convex"}, {"kind": "last-iterate", "epsilon": 3.0, "noise": "device"}),
+    ({"kind": "convex"}, {"kind": "record", "noise_multiplier": 2.0, "noise": "device"}),
+], ids=lambda one: one["kind"])  # fmt: skip
 def test_every_mechanism_counts_the_certificate(tmp_path: Path, trainer: Any, protection: dict) -> None:
     chosen = certified(tmp_path, every_steps=5, certificate={"n_outputs": 10_000}, epochs=1)
     chosen |= {"trainer": trainer, "protection": protection}

@@ -70,10 +70,8 @@ def configuration(kind: str, **sections: Any) -> dict[str, Any]:
 DP = {"noise_multiplier": 2.0, "epsilon": 10.0}
 NOISY = {"name": "gaussian", "noise": {"sigma": 1.0}}
 CHECKED = {"device": NOISY | {"monitor": {"every_steps": 1}}}
-ALL_RECORDS = {
-    "protection": protected(noise_multiplier=1.0, divisor=72.0),
-    "sampler": {"scheme": "poisson", "sampling_probability": 1.0},
-}
+ALL_RECORDS = {"protection": protected(noise_multiplier=1.0, divisor=72.0)}
+ALL_RECORDS["sampler"] = {"scheme": "poisson", "sampling_probability": 1.0}
 LABELS = {"protection": protected("label-readout", epsilon=3.0), "sampler": WHOLE | {"batch_size": 12}}
 START = {"model": {"hidden": [5], "initial_output": "feedback"}}
 PARAMETERS = {"noise": "device", "form": "published", "remedy": "parameters", "copies": 2}
@@ -140,9 +138,8 @@ def test_random_batches_are_told_as_a_mean(tmp_path: Path, kind: str, follows: b
     """Within five standard errors of the number of records; a draw of noise rounds up to a whole reading."""
     trainer = {"noise": "device"} if kind == "ulr" else {}
     protection = {"kind": "none"} if kind in ("pdfa", "ulr") else protected(**DP)
-    config = configuration(
-        kind, trainer=trainer, protection=protection, sampler={"scheme": "poisson", "batch_size": 12}, epochs=20,
-    )  # fmt: skip
+    chosen = {"protection": protection, "sampler": {"scheme": "poisson", "batch_size": 12}, "epochs": 20}
+    config = configuration(kind, trainer=trainer, **chosen)
     told, run = play(config, tmp_path)
     ((expected, steps, is_mean),) = told.expected
     assert is_mean is follows

@@ -81,9 +81,7 @@ def data(n: int = 320) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_run_learns_stops_goes_on_and_is_read_back_on_the_cpu(
-    tmp_path: Path, name: str, gpu: torch.device, stop_at: type
-) -> None:
+def test_a_run_learns_resumes_and_is_read_back(tmp_path: Path, name: str, gpu: Any, stop_at: type) -> None:
     config = config_of(name, torch_device=str(gpu))
     run = training.train(config, data=data(), folder=tmp_path / "unbroken")
     assert run.summary["steps"] > 0
@@ -126,9 +124,7 @@ def test_a_step_waits_for_nothing(name: str, gpu: torch.device) -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_records_that_stay_on_the_host_give_the_same_run(
-    tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_that_stay_on_the_host_give_the_same_run(tmp_path: Path, gpu: Any, monkeypatch: Any) -> None:
     config = config_of("bp", torch_device=str(gpu))
     training.train(config, data=data(), folder=tmp_path / "resident")
     monkeypatch.setattr(cards, "_free_memory", lambda place: 0)
@@ -153,9 +149,8 @@ def test_the_sum_that_leaves_a_step_has_the_accounted_noise(gpu: torch.device, m
     drawn = []
     for step in range(steps):
         stream.seek(step)
-        deltas, inputs = (
-            [torch.zeros(0, size, device=gpu) for size in sizes] for sizes in ((180, 4), (99, 180))
-        )
+        sizes = ((180, 4), (99, 180))
+        deltas, inputs = ([torch.zeros(0, size, device=gpu) for size in each] for each in sizes)
         protection.set_gradients([network.contributions(deltas, inputs)])
         drawn.append(torch.cat([parameter.grad.flatten() for parameter in network.parameters]).double())
     z = torch.stack(drawn) / (multiplier * clip / divisor)
@@ -189,9 +184,8 @@ def test_a_private_loop_trains_a_module_on_the_gpu(tmp_path: Path, gpu: torch.de
 
 def test_feedback_points_under_a_device_train_a_module_on_the_gpu(gpu: torch.device) -> None:
     torch.manual_seed(1)
-    module = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)).to(
-        gpu
-    )
+    layers = nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3)
+    module = nn.Sequential(*layers).to(gpu)
     model = opusim.FeedbackAlignment(module)
     x, y = (torch.from_numpy(part).to(gpu) for part in data())
     shape = model.shape(x[:2].float())

@@ -28,11 +28,8 @@ class Story:
     @property
     def paid(self) -> Counter[int]:
         """How often each step is paid for."""
-        found: Counter[int] = Counter()
-        for payment in self.ledger.payments:
-            if payment.first_step is not None:
-                found.update(range(payment.first_step, payment.first_step + payment.steps))
-        return found
+        steps = [each for each in self.ledger.payments if each.first_step is not None]
+        return Counter(each.first_step + number for each in steps for number in range(each.steps))
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +38,11 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
     command = [sys.executable, "-m", "tests.support.stop_harness", str(root)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {
-        name: Story(
-            codes=told["codes"], computed=Counter(told["begun"]), ledger=RunFolder(root / name).read_ledger()
-        )
-        for name, told in json.loads(done.stdout).items()
-    }
+    found = {}
+    for name, told in json.loads(done.stdout).items():
+        ledger = RunFolder(root / name).read_ledger()
+        found[name] = Story(codes=told["codes"], computed=Counter(told["begun"]), ledger=ledger)
+    return found
 
 
 def test_ctrl_c_costs_nothing(stories: dict[str, Story]) -> None:

@@ -152,13 +152,16 @@ def test_every_target_is_learnt_measured_and_reported(tmp_path: Path, target: st
     assert f"validation {label}" in training.write_report(run).read_text()
 
 
+def measured(loss: Any, target: Any, output: Tensor, y: Tensor) -> dict[str, float]:
+    numbers = torch.arange(7)[:, None]
+    return measure(Objective.named(loss, target), lambda x: output[x[:, 0]], numbers, y, at_once=3)
+
+
 def test_figures_follow_their_formulas() -> None:
     generator = torch.Generator().manual_seed(1)
     output, y = torch.randn(7, 5, 4, generator=generator), torch.randint(0, 4, (7, 5), generator=generator)
     y[0, 2:], y[3, 4] = -100, -100
-    found = measure(
-        Objective.named("cross-entropy", "tokens"), lambda x: output[x[:, 0]], torch.arange(7)[:, None], y, at_once=3,
-    )  # fmt: skip
+    found = measured("cross-entropy", "tokens", output, y)
     rows, nats, hits = [], [], []
     for i in range(7):
         own = [-math.log(float(output[i, t].softmax(0)[y[i, t]])) for t in range(5) if y[i, t] >= 0]
@@ -169,19 +172,14 @@ def test_figures_follow_their_formulas() -> None:
     assert found["bits_per_token"] == pytest.approx(np.mean(nats) / math.log(2), rel=1e-6)
     assert found["accuracy"] == pytest.approx(np.mean(hits))
     z, real = output[:, 0], torch.randn(7, 4, generator=generator)
-    numbers = measure(
-        Objective.named("squared-error", "real"), lambda x: z[x[:, 0]], torch.arange(7)[:, None], real, at_once=4,
-    )  # fmt: skip
+    numbers = measured("squared-error", "real", z, real)
     residual = (z - real).double()
     assert numbers["rmse"] == pytest.approx(float(residual.square().mean().sqrt()))
     total = (real.double() - real.double().mean(0)).square().sum()
     assert numbers["r2"] == pytest.approx(float(1 - residual.square().sum() / total))
     assert numbers["loss"] == pytest.approx(float(0.5 * residual.square().sum(1).mean()), rel=1e-6)
     labels = (real > 0).float()
-    sets = measure(
-        Objective.named("binary-cross-entropy", "labels"), lambda x: z[x[:, 0]], torch.arange(7)[:, None], labels,
-        at_once=4,
-    )  # fmt: skip
+    sets = measured("binary-cross-entropy", "labels", z, labels)
     likelihood = torch.where(labels > 0, z.sigmoid(), 1 - z.sigmoid())
     assert sets["loss"] == pytest.approx(float(-likelihood.log().sum(1).mean()), rel=1e-5)
     assert sets["accuracy"] == pytest.approx(float((likelihood > 0.5).double().mean()))
@@ -200,25 +198,20 @@ def test_labels_that_were_replaced_train_any_module(tmp_path: Path) -> None:
 RECORD = {"protection": {"kind": "record", "noise_multiplier": 1.0}}
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (RECORD, ValueError, "BatchNorm2d '1' mixes"),
-        (RECORD | {"trainer": {"kind": "pdfa", "readout_every": 4}}, ConfigError, r"trainer\.readout_every"),
-        ({"protection": {"kind": "label-amplified", "epsilon": 3.0}}, NoGuarantee, "'label-amplified'"),
-        ({"trainer": {"tau_b": 1.0, "order": "published"}}, ConfigError, "trainer.order: 'published'"),
-        ({"trainer": {"threshold": 0.3, "encoding": "ternary"}}, ConfigError, "other models take"),
-        ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
-        ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
-        ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
-        ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
-        ({"model": {"name": "conv-small"}}, ConfigError, "'conv-small' names a network"),
-        ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),
-    ],
-)
-def test_what_a_module_does_not_take_is_refused(
-    tmp_path: Path, change: Any, error: Any, message: str
-) -> None:
+@pytest.mark.parametrize(("change", "error", "message"), [
+    (RECORD, ValueError, "BatchNorm2d '1' mixes"),
+    (RECORD | {"trainer": {"kind": "pdfa", "readout_every": 4}}, ConfigError, r"trainer\.readout_every"),
+    ({"protection": {"kind": "label-amplified", "epsilon": 3.0}}, NoGuarantee, "'label-amplified'"),
+    ({"trainer": {"tau_b": 1.0, "order": "published"}}, ConfigError, "trainer.order: 'published'"),
+    ({"trainer": {"threshold": 0.3, "encoding": "ternary"}}, ConfigError, "other models take"),
+    ({"trainer": {"kind": "dfa", "sigma": 0.3, "order": "published"}}, ConfigError, "trainer.order"),
+    ({"model": {"initial_output": "feedback"}}, ValueError, "Sequential names none; use 'random'"),
+    ({"trainer": {"points": ["9"]}}, ValueError, "no submodule is '9'"),
+    ({"trainer": {"error_at": "tpo"}}, ValueError, "error_at = 'tpo' is no submodule"),
+    ({"model": {"name": "conv-small"}}, ConfigError, "'conv-small' names a network"),
+    ({"loss": "binary-cross-entropy"}, ConfigError, "takes no class numbers, which the data have"),
+])  # fmt: skip
+def test_what_modules_do_not_take_is_refused(tmp_path: Path, change: dict, error: Any, message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         training.train({**CONFIG, **change}, data=images(), model=module(), folder=tmp_path / "run")
     assert "\n" not in str(caught.value)
@@ -228,18 +221,15 @@ def test_what_a_module_does_not_take_is_refused(
 NO_EFFECT = "trainer.{}: .* does nothing for this model: .*leave it out"
 
 
-@pytest.mark.parametrize(
-    ("trainer", "message"),
-    [
-        ({"points": ["1"]}, NO_EFFECT.format("points")),
-        ({"slices": "shared"}, NO_EFFECT.format("slices")),
-        ({"relative_threshold": 0.3}, NO_EFFECT.format("relative_threshold")),
-        ({"readout_every": 4}, r"trainer\.readout_every"),
-        ({"kind": "pdfa", "encoding": "stochastic"}, "trainer.encoding: 'stochastic' is for other modules"),
-        ({"kind": "tdfa", "encoding": "stochastic"}, "trainer.encoding: 'stochastic' is for other modules"),
-        ({"kind": "dfa", "gain": 0.0}, "trainer.gain: 0 leaves a fully connected network"),
-    ],
-)
+@pytest.mark.parametrize(("trainer", "message"), [
+    ({"points": ["1"]}, NO_EFFECT.format("points")),
+    ({"slices": "shared"}, NO_EFFECT.format("slices")),
+    ({"relative_threshold": 0.3}, NO_EFFECT.format("relative_threshold")),
+    ({"readout_every": 4}, r"trainer\.readout_every"),
+    ({"kind": "pdfa", "encoding": "stochastic"}, "trainer.encoding: 'stochastic' is for other modules"),
+    ({"kind": "tdfa", "encoding": "stochastic"}, "trainer.encoding: 'stochastic' is for other modules"),
+    ({"kind": "dfa", "gain": 0.0}, "trainer.gain: 0 leaves a fully connected network"),
+])  # fmt: skip
 def test_keys_of_modules_are_refused_for_other_networks(tmp_path: Path, trainer: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         training.train({**CONFIG, "trainer": trainer}, data=FLAT, folder=tmp_path / "run")
@@ -290,21 +280,18 @@ class Pair(nn.Linear):
 TOKENS = np.arange(300).reshape(60, 5) % 7
 
 
-@pytest.mark.parametrize(
-    ("config", "data", "model", "message"),
-    [
-        ({}, (X, Y), nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), r"gives \(2, 4\) for two records of shape \(1, 4"),
-        ({}, (X, Y), Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return"),
-        ({}, (X, Y), module().double(), "the module holds torch.float64 and records are torch.float32"),
-        ({}, (X, Y), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
-        ({"trainer": {"kind": "zo"}}, (X, Y), module().bfloat16(), r"holds torch.bfloat16 .*; give model.float\(\)"),
-        ({"model": {"name": "mlp"}}, (TOKENS, None), None, "take model.name = 'transformer-lm'"),
-        ({"model": {"name": "transformer-lm"}}, FLAT, None, "set data.inputs = 'tokens'"),
-        ({}, (np.zeros((60, 8, 2, 1)), Y), module(), r"move the channels first, x.transpose\(0, 3, 1, 2\)"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "data", "model", "message"), [
+    ({}, (X, Y), nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), r"gives \(2, 4\) for two records of shape \(1, 4"),
+    ({}, (X, Y), Pair(16, 3), r"gives tuple .* map records \(2, 1, 4, 4\) to outputs of shape \(2, 3\): return"),
+    ({}, (X, Y), module().double(), "the module holds torch.float64 and records are torch.float32"),
+    ({}, (X, Y), nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 3)), r"cannot take records of shape \(1, 4, 4\)"),
+    ({"trainer": {"kind": "zo"}}, (X, Y), module().bfloat16(), r"holds torch.bfloat16 .*; give model.float\(\)"),
+    ({"model": {"name": "mlp"}}, (TOKENS, None), None, "take model.name = 'transformer-lm'"),
+    ({"model": {"name": "transformer-lm"}}, FLAT, None, "set data.inputs = 'tokens'"),
+    ({}, (np.zeros((60, 8, 2, 1)), Y), module(), r"move the channels first, x.transpose\(0, 3, 1, 2\)"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(
-    tmp_path: Path, config: Any, data: Any, model: Any, message: str
+    tmp_path: Path, config: Any, data: Any, model: Any, message: Any
 ) -> None:
     with pytest.raises(ValueError, match=message):
         training.train({"trainer": {"kind": "bp"}, **config}, data=data, model=model, folder=tmp_path / "run")
@@ -312,14 +299,11 @@ def test_what_does_not_fit_is_refused(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_module_of_opacus_is_refused(tmp_path: Path) -> None:
-    wrapped = pytest.importorskip("opacus").GradSampleModule(
-        nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3))
-    )
+    plain = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.Tanh(), nn.Linear(6, 3))
+    wrapped = pytest.importorskip("opacus").GradSampleModule(plain)
+    run = partial(training.train, CONFIG, data=images(), folder=tmp_path / "run")
     for inner in (wrapped, nn.Sequential(wrapped)):
-        for take in (
-            FeedbackAlignment,
-            lambda model: training.train(CONFIG, data=images(), model=model, folder=tmp_path / "run"),
-        ):
+        for take in (FeedbackAlignment, lambda model: run(model=model)):
             with pytest.raises(ValueError, match="model (is a GradSampleModule|has hooks) of Opacus[,;]"):
                 take(inner)
     assert FeedbackAlignment(wrapped.to_standard_module())
@@ -399,14 +383,11 @@ def test_code_of_users_runs_when_trusted(tmp_path: Path, monkeypatch: Any, stop_
             training.train({**CONFIG, "model": {"name": wrong}}, data=images(), folder="other")
 
 
-@pytest.mark.parametrize(
-    ("config", "network"),
-    [
-        ({"model": {"name": "a.b:f"}, "loss": "cross-entropy"}, {}),
-        ({"loss": "a.b:f"}, {"layers": []}),
-        ({"model": {"name": "vit-small"}, "loss": "cross-entropy"}, {"recipe": {"name": "a.b:f"}}),
-    ],
-)
+@pytest.mark.parametrize(("config", "network"), [
+    ({"model": {"name": "a.b:f"}, "loss": "cross-entropy"}, {}),
+    ({"loss": "a.b:f"}, {"layers": []}),
+    ({"model": {"name": "vit-small"}, "loss": "cross-entropy"}, {"recipe": {"name": "a.b:f"}}),
+])  # fmt: skip
 def test_code_needs_trust_though_the_folder_does_not_list_it(config: dict, network: dict) -> None:
     """An untrusted folder may name code in its configuration or recipe and leave out the list of it."""
     facts = {"config": config, "network": network}
@@ -418,7 +399,6 @@ def test_code_needs_trust_though_the_folder_does_not_list_it(config: dict, netwo
 
 def test_a_run_that_fails_to_begin_leaves_no_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = module()
-
     monkeypatch.setattr("opusim.training.engine.session._begin", Mock(side_effect=OSError("disk full")))
     config = CONFIG | {"trainer": {"kind": "dfa"}}
     with pytest.raises(OSError, match="disk full"):

@@ -33,10 +33,8 @@ class Gpt(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(TOKENS, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)  # as many as a layer has outputs
-        self.h = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True, norm_first=norm_first)
-            for _ in range(3)
-        )
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": norm_first}
+        self.h = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, **options) for _ in range(3))
         self.norm = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, TOKENS, bias=False)
         for matrix in (parameter for parameter in self.parameters() if parameter.ndim == 2):
@@ -61,34 +59,25 @@ def tagger() -> nn.Module:
     return Custom(lambda m, x: m.head(m.second(m.gru(m.embedding(x))[0])[0][:, -1]), **parts)
 
 
-class Basic(nn.Module):
+def basic(c_in: int, c_out: int, stride: int, pre: bool) -> nn.Module:
     """A residual block of convolutions, normalised at the end of its branch or, with `pre`, at its start."""
-
-    def __init__(self, c_in: int, c_out: int, stride: int, pre: bool) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(c_in, c_out, 3, stride, 1)
-        self.bn = nn.BatchNorm2d(c_in if pre else c_out)
-        self.shortcut = nn.Conv2d(c_in, c_out, 1, stride)
-        self.pre = pre
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.pre:
-            return self.shortcut(x) + self.conv(relu(self.bn(x)))
-        return relu(self.bn(self.conv(x)) + self.shortcut(x))
+    parts = {"conv": nn.Conv2d(c_in, c_out, 3, stride, 1), "bn": nn.BatchNorm2d(c_in if pre else c_out)}
+    parts["shortcut"] = nn.Conv2d(c_in, c_out, 1, stride)
+    if pre:
+        return Custom(lambda m, x: m.shortcut(x) + m.conv(relu(m.bn(x))), **parts)
+    return Custom(lambda m, x: relu(m.bn(m.conv(x)) + m.shortcut(x)), **parts)
 
 
 def resnet(pre: bool = False) -> nn.Module:
-    parts = {
-        "stem": nn.Conv2d(1, 4, 3, padding=1),
-        "layer1": nn.Sequential(*(Basic(4, 4, 1, pre) for _ in range(2))),
-    }
-    parts |= {"layer2": nn.Sequential(Basic(4, 8, 2, pre), Basic(8, 8, 1, pre)), "fc": nn.Linear(8, 3)}
+    layer1 = nn.Sequential(*(basic(4, 4, 1, pre) for _ in range(2)))
+    parts = {"stem": nn.Conv2d(1, 4, 3, padding=1), "layer1": layer1}
+    parts |= {"layer2": nn.Sequential(basic(4, 8, 2, pre), basic(8, 8, 1, pre)), "fc": nn.Linear(8, 3)}
     return Custom(lambda m, x: m.fc(m.layer2(m.layer1(m.stem(x))).mean(dim=(2, 3))), **parts)
 
 
 def dense(head: bool) -> nn.Module:
     """Residual convolutions whose last block ends the model, or a convolution behind them and a head."""
-    blocks = nn.Sequential(Basic(1, 4, 1, False), Basic(4, 4, 1, False))
+    blocks = nn.Sequential(basic(1, 4, 1, False), basic(4, 4, 1, False))
     if not head:
         return Custom(lambda m, x: m.blocks(x), blocks=blocks)
     last = nn.Sequential(nn.Conv2d(4, 6, 1), nn.ReLU())
@@ -220,7 +209,7 @@ POOLED = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
     (convolutions(*POOLED[:2], nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 5)), pixels, {}, None),
     (Gpt(), words, {}, None),
 ])  # fmt: skip
-def test_a_layer_that_may_start_as_the_gradient_is_told(
+def test_a_layer_that_may_start_as_gradient_is_told(
     model: Any, x: Any, change: Any, layer: Any, caplog: Any
 ) -> None:
     aligned = FeedbackAlignment(model, **change)
@@ -249,9 +238,6 @@ def test_a_place_that_receives_no_numbers_is_refused() -> None:
         FeedbackAlignment(Gpt(), ["h.0"], error_at="embedding.input")(words)
     with pytest.raises(ValueError, match=r"error_at = 'lm_haed\.input' is no submodule; did you mean"):
         FeedbackAlignment(Gpt(), error_at="lm_haed.input")
-
-
-# Runs
 
 
 def sequences(n: int = 40) -> tuple[np.ndarray, np.ndarray]:

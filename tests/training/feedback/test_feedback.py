@@ -108,12 +108,6 @@ class OtherConfig(FeedbackConfig):
     kind: Literal["other"] = "other"
 
 
-def test_an_unknown_feedback_is_refused() -> None:
-    network = FullyConnected(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)))
-    with pytest.raises(TypeError, match="trainer.kind = 'other' is no feedback; take bp, dfa, tdfa or pdfa"):
-        ClosedForm(network, OtherConfig())
-
-
 @pytest.mark.parametrize("config", [DfaConfig(), TdfaConfig()], ids=["dfa is equation 4", "tdfa ternarizes"])
 def test_hidden_layers_learn_from_the_projected_error(config: FeedbackConfig) -> None:
     assert_hidden_close(gradients(config), written_out(ternary=config.kind == "tdfa"))
@@ -214,13 +208,15 @@ def test_an_empty_batch_moves_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, network.parameters, strict=True))
 
 
-def test_wrong_devices_are_refused() -> None:
-    for device, message in (
-        (None, "device is missing"),
-        (open_device("gaussian", n_inputs=4, n_outputs=26), "n_inputs=4, n_outputs=27"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            trainer_of(PdfaConfig(), device)
+@pytest.mark.parametrize(("config", "n_outputs", "error", "message"), [
+    (PdfaConfig(), None, ValueError, "device is missing"),
+    (PdfaConfig(), 26, ValueError, "n_inputs=4, n_outputs=27"),
+    (OtherConfig(), 27, TypeError, "trainer.kind = 'other' is no feedback; take bp, dfa, tdfa or pdfa"),
+])  # fmt: skip
+def test_wrong_feedback_is_refused(config: Any, n_outputs: int | None, error: Any, message: str) -> None:
+    device = None if n_outputs is None else device_of(n_outputs=n_outputs)
+    with pytest.raises(error, match=message):
+        trainer_of(config, device)
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "nadam", "radam", "adamax"])
@@ -316,10 +312,9 @@ def test_the_constant_is_projected_by_the_measured_sum_of_columns() -> None:
     shown = encoded.scale * encoded.frames[0] + encoded.offset
     wide = open_device("gaussian", n_inputs=CLASSES + 3, n_outputs=OUTPUTS, seed=3, noise={"sigma": 0.0})
     matrix = wide.matrix()[:, :CLASSES].t()
-    for projection in (
-        DenseProjection(matrix, encoding=RelativeTernary(0.6)),
-        DeviceProjection(wide, encoding=RelativeTernary(0.6), n_inputs=CLASSES),
-    ):
+    code = RelativeTernary(0.6)
+    optical = DeviceProjection(wide, encoding=code, n_inputs=CLASSES)
+    for projection in (DenseProjection(matrix, encoding=code), optical):
         torch.testing.assert_close(projection.read(error), shown @ matrix, rtol=1e-4, atol=1e-5)
 
 

@@ -66,21 +66,15 @@ def test_blocks_of_transformers_are_found() -> None:
     sizes = {"vocab_size": 10, "bos_token_id": 0, "eos_token_id": 1}
     gpt = transformers.GPT2Config(n_layer=3, n_embd=8, n_head=2, **sizes)
     assert find_blocks(transformers.GPT2LMHeadModel(gpt)) == ("transformer.h.0", "transformer.h.1")
-    bert = transformers.BertConfig(
-        num_hidden_layers=3, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=10
-    )
+    sizes = {"num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 10}
+    bert = transformers.BertConfig(num_hidden_layers=3, hidden_size=8, **sizes)
     blocks = find_blocks(transformers.BertForSequenceClassification(bert))
     assert blocks == ("bert.encoder.layer.0", "bert.encoder.layer.1")
 
 
-# Residual streams
-
-
-class Stream(nn.Sequential):
+def stream(block: nn.Module, last: nn.Module) -> nn.Module:
     """A stem, two blocks and a head; the first block is the point."""
-
-    def __init__(self, block: nn.Module, last: nn.Module, stem: nn.Module | None = None) -> None:
-        super().__init__(stem or nn.Linear(WIDTH, WIDTH), block, last, nn.Linear(WIDTH, 3))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), block, last, nn.Linear(WIDTH, 3))
 
 
 def residual(*after: nn.Module) -> nn.Module:
@@ -113,7 +107,7 @@ def test_only_a_stream_that_nothing_normalises_is_warned_about(name: str) -> Non
     """Once: in the first forward pass that learns."""
     make, warned = STREAMS[name]
     x = torch.randn(2, 5, WIDTH)
-    model = FeedbackAlignment(Stream(make(), make()), "1", normalised=False)
+    model = FeedbackAlignment(stream(make(), make()), "1", normalised=False)
     with torch.no_grad():
         model(x)
     if warned:

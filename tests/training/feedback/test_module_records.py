@@ -133,10 +133,8 @@ def test_a_private_photonic_step_is_that_of_records_with_the_same_noise(monkeypa
 
 @pytest.mark.parametrize("kind", [pytest.param("bp", marks=pytest.mark.slow), "pdfa"])
 def test_a_resumed_run_repeats_an_uninterrupted_one(tmp_path: Path, stop_at: Any, kind: str) -> None:
-    config = {
-        **CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2},
-        "optimizer": {"name": "adam", "lr": 0.01, "averaged_tail": 0.5},
-    }  # fmt: skip
+    config = {**CONFIG, "trainer": {"kind": kind}, "checkpoint": {"every_steps": 2}}
+    config["optimizer"] = {"name": "adam", "lr": 0.01, "averaged_tail": 0.5}
     if kind == "pdfa":
         config["protection"] = {**CONFIG["protection"], "noise": "device"}
     require_resumed_alike(tmp_path, config, images(), stop_at(7), module)
@@ -210,9 +208,6 @@ def test_an_empty_batch_takes_its_noise() -> None:
     standard_error = wanted * math.sqrt(2 / len(noise))
     assert abs(float(noise.square().mean()) - wanted) < 5 * standard_error
     assert abs(float((1.1 * noise).square().mean()) - wanted) > 5 * standard_error
-
-
-# What is refused
 
 
 def net() -> nn.Module:

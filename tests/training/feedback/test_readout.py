@@ -162,10 +162,7 @@ def test_what_it_refuses(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="fit_readout: a private loop trains the model"):
             fit()
     fit()
-
-    hidden = Custom(
-        lambda m, x: model(x), own=nn.ParameterList(model.parameters())
-    )  # outside torch's registry
+    hidden = Custom(lambda m, x: model(x), own=nn.ParameterList(model.parameters()))  # outside the registry
     with pytest.raises(TypeError, match="which is no submodule of it"):
         private_loop(tmp_path / "hidden", parts(hidden))
 

@@ -13,24 +13,19 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.known_models.gpt import GPT, Setting
 from opusim import FeedbackAlignment
+from tests.support.record_models import Custom
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH = 8
 numbers = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+Way = Callable[[nn.Module, Tensor], Tensor]
 
 
-class Block(nn.Module):
+def block(how: Way, *after: nn.Module) -> nn.Module:
     """A branch, and by `how` its way into the stream."""
-
-    def __init__(self, how: Callable[[Block, Tensor], Tensor], *after: nn.Module, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm, self.drop, self.how = nn.LayerNorm(width), nn.Dropout(0.1), how
-        layers = nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        self.branch = nn.Sequential(*layers, *after)
-        self.scale, self.gate = nn.Parameter(torch.ones(width)), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.how(self, x)
+    layers = nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+    parts = {"norm": nn.LayerNorm(WIDTH), "drop": nn.Dropout(0.1), "branch": nn.Sequential(*layers, *after)}
+    return Custom(how, **parts, scale=nn.Parameter(torch.ones(WIDTH)), gate=nn.Linear(WIDTH, WIDTH))
 
 
 def own_norm(x: Tensor) -> Tensor:
@@ -39,7 +34,7 @@ def own_norm(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5)
 
 
-WAYS: dict[str, tuple[Callable[[Block, Tensor], Tensor], bool]] = {
+WAYS: dict[str, tuple[Way, bool]] = {
     "pre-norm": (lambda b, x: x + b.branch(b.norm(x)), True),
     "branch first": (lambda b, x: b.branch(b.norm(x)) + x, True),
     "dropout": (lambda b, x: x + b.drop(b.branch(b.norm(x))), True),
@@ -61,8 +56,8 @@ WAYS: dict[str, tuple[Callable[[Block, Tensor], Tensor], bool]] = {
 }
 
 
-def stack(how: Callable[[Block, Tensor], Tensor], *after: nn.Module) -> nn.Module:
-    blocks = (Block(how, *after) for _ in range(3))
+def stack(how: Way, *after: nn.Module) -> nn.Module:
+    blocks = (block(how, *after) for _ in range(3))
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3))
 
 
@@ -83,9 +78,8 @@ def test_only_a_branch_into_an_unnormalised_stream_is_found(name: str) -> None:
     how, found = WAYS[name]
     torch.manual_seed(0)
     model = FeedbackAlignment(stack(how), "?.branch")
-    given = FeedbackAlignment(
-        stack(how), "?.branch", error_at="", spread="broadcast", normalised=found, gain=0.3 if found else 1.0
-    )
+    plain = {"error_at": "", "spread": "broadcast", "gain": 0.3 if found else 1.0}
+    given = FeedbackAlignment(stack(how), "?.branch", normalised=found, **plain)
     given.load_state_dict(model.state_dict())
     looked = FeedbackAlignment(stack(how), "?.branch")
     looked.shape(numbers)
@@ -105,7 +99,7 @@ def test_a_norm_at_the_end_of_the_branch_bounds_the_stream() -> None:
 def test_tensors_are_plain_after_the_first_pass_even_if_it_fails() -> None:
     kept: list[Tensor] = []
 
-    def keeping(block: Block, x: Tensor) -> Tensor:
+    def keeping(block: nn.Module, x: Tensor) -> Tensor:
         kept.append(block.branch(block.norm(x)))
         kept.append(x + kept[-1])
         if fails and len(kept) == 4:

@@ -50,50 +50,44 @@ def open_folder(tmp_path: Path) -> Iterator[Path]:
     os.umask(before)
 
 
-class Created:
-    """Records the mode of every file and folder at the moment of its creation."""
+def creations(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int]]:
+    """Every file and folder under a folder, with its mode at the moment of its creation."""
+    found: list[tuple[Path, int]] = []
+    real_open, real_mkdir = os.open, os.mkdir
 
-    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.wide: list[str] = []
-        self.count = 0
-        self._root, self._open, self._mkdir = root, os.open, os.mkdir
-        monkeypatch.setattr(os, "open", self.open)
-        monkeypatch.setattr(os, "mkdir", self.mkdir)
+    def note(path: Any, mode: int) -> None:
+        if Path(path).is_relative_to(root):
+            found.append((path, mode))
 
-    def open(self, path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
+    def opened(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
         creates = flags & os.O_CREAT and not os.path.lexists(path)
-        descriptor = self._open(path, flags, mode, **options)
+        descriptor = real_open(path, flags, mode, **options)
         if creates:
-            self.note(path, os.fstat(descriptor).st_mode)
+            note(path, os.fstat(descriptor).st_mode)
         return descriptor
 
-    def mkdir(self, path: Any, mode: int = 0o777, **options: Any) -> None:
-        self._mkdir(path, mode, **options)
-        self.note(path, os.stat(path).st_mode)
+    def made(path: Any, mode: int = 0o777, **options: Any) -> None:
+        real_mkdir(path, mode, **options)
+        note(path, os.stat(path).st_mode)
 
-    def note(self, path: Any, mode: int) -> None:
-        if Path(path).is_relative_to(self._root):
-            self.count += 1
-            if mode & 0o077:
-                self.wide.append(f"{path} {stat.S_IMODE(mode):o}")
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "mkdir", made)
+    return found
 
 
 def wide(folder: Path) -> list[str]:
     """Files and folders that others may use."""
-    return [
-        f"{path} {stat.S_IMODE(path.stat().st_mode):o}"
-        for path in [folder, *folder.rglob("*")]
-        if path.stat().st_mode & 0o077
-    ]
+    paths = [path for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077]
+    return [f"{path} {stat.S_IMODE(path.stat().st_mode):o}" for path in paths]
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_release_run_is_its_owners(open_folder: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    created = Created(open_folder / "run", monkeypatch)
+    created = creations(open_folder / "run", monkeypatch)
     run = training.train({**SMALL, **KINDS[kind], "mode": "release"}, folder=open_folder / "run")
     write_report(run)
-    assert created.count > 5
-    assert not created.wide
+    assert len(created) > 5
+    assert not [path for path, mode in created if mode & 0o077]
     assert not wide(open_folder / "run")
 
 
@@ -139,16 +133,13 @@ def test_writing_neither_blocks_nor_follows_links(tmp_path: Path) -> None:
 
 def test_an_audit_of_a_release_run_is_kept_elsewhere(open_folder: Path) -> None:
     config = {**SMALL, "trainer": {"kind": "bp"}, "model": {"hidden": [40]}, "mode": "release"}
-    config |= {
-        "sampler": {"scheme": "poisson", "batch_size": 20},
-        "protection": {"kind": "record", "noise_multiplier": 2.0},
-    }
+    config["sampler"] = {"scheme": "poisson", "batch_size": 20}
+    config["protection"] = {"kind": "record", "noise_multiplier": 2.0}
     run = training.train(config, folder=open_folder / "run")
     write_report(run)
     before = {path: path.read_bytes() for path in run.folder.path.rglob("*") if path.is_file()}
     refused = opusim("audit", "run", "--trials", "40", cwd=open_folder)
-    assert refused.returncode == 2
-    assert refused.stderr.strip().count("\n") == 0
+    assert (refused.returncode, refused.stderr.strip().count("\n")) == (2, 0)
     assert "--out" in refused.stderr
     done = opusim("audit", "run", "--trials", "40", "--seed", "1", "--out", "audit", cwd=open_folder)
     assert done.returncode == 0, done.stderr

@@ -290,9 +290,8 @@ def test_two_runs_begun_at_once_take_two_folders(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     together = threading.Barrier(2)
     load_data = session.load_data
-    monkeypatch.setattr(
-        session, "load_data", lambda *given: (together.wait(timeout=30), load_data(*given))[1]
-    )
+    wait = partial(together.wait, timeout=30)
+    monkeypatch.setattr(session, "load_data", lambda *given: (wait(), load_data(*given))[1])
     with ThreadPoolExecutor(2) as pool:
         runs = [pool.submit(training.train, BASE, data=DATA) for _ in range(2)]
     paths = {run.result().folder.path for run in runs}

@@ -237,8 +237,8 @@ def stop_and_resume(config: dict[str, Any], folder: Path, watcher: Callback) -> 
 
 @pytest.mark.parametrize("block", [1, 3, 64])
 @pytest.mark.parametrize("mode", ["experiment", "release"])
-def test_every_step_is_synced_first(
-    tmp_path: Path, mode: str, block: int, monkeypatch: Any, stop_at: Any
+def test_steps_are_synced_first(
+    tmp_path: Path, mode: str, block: int, monkeypatch: Any, stop_at: type
 ) -> None:
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, mode, block)
     recorder = Recorder(monkeypatch)
@@ -282,8 +282,8 @@ def _pay_once_for_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", [_pay_late, _never_sync, _pay_once_for_repeats])
-def test_planted_faults_of_order_are_caught(
-    tmp_path: Path, fault: Any, monkeypatch: Any, stop_at: Any
+def test_planted_faults_of_order_are_found(
+    tmp_path: Path, fault: Any, monkeypatch: Any, stop_at: type
 ) -> None:
     monkeypatch.setitem(STEPS_PAID_AT_ONCE, "release", 1)
     recorder = Recorder(monkeypatch)
@@ -365,6 +365,14 @@ def test_a_tampered_ledger_is_refused_with_its_place(stopped: Path, tmp_path: Pa
         told = opusim(*command, cwd=tmp_path)
         assert (told.returncode, told.stderr.count("\n"), "ledger.jsonl: line" in told.stderr) == (2, 1, True)
     training.load_run(folder).predict(DATA[0])  # the model is still there
+
+
+def test_a_line_that_the_head_does_not_count_is_what_a_crash_leaves(stopped: Path, tmp_path: Path) -> None:
+    folder = copy_of(stopped, tmp_path)
+    with (folder / "ledger.jsonl").open("ab") as ledger:
+        ledger.write(b'{"schema_version":1,"line":5,')
+    training.train(data=DATA, folder=folder, resume=True)
+    assert paid_steps(folder) == STEPS
 
 
 def test_every_flipped_byte_is_found_on_its_line(stopped: Path, tmp_path: Path) -> None:

@@ -13,22 +13,15 @@ from opusim.training.errors import RunFolderError
 from opusim.training.runs import storage
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_whole_or_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    storage.write_file(path, b"first")
-    storage.write_file(path, b"second")
-    assert path.read_bytes() == b"second"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_full_disk_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    storage.write_file(path, b"old")
-
+    for content in (b"first", b"second"):
+        storage.write_file(path, content)
+        assert path.read_bytes() == content
     monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space left.*keeps its old content.*file"):
         storage.write_file(path, b"new content")
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"second"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -113,6 +106,9 @@ def test_a_sealed_record_comes_back(path: Path) -> None:
     assert list(content) == ["schema_version", "score", "settings", "facts", "seal"]
     path.write_text(json.dumps(dict(reversed(content.items()))))  # the order of keys tells nothing
     assert read(path) == KEPT
+    storage.write_json(path, storage.record_json(KEPT, 7))
+    with pytest.warns(UserWarning, match=r"record\.json: has no digest, like all files of versions before"):
+        assert read(path) == KEPT
 
 
 def test_an_edited_record_is_refused(path: Path) -> None:
@@ -141,9 +137,3 @@ def test_no_flipped_bit_changes_a_record(path: Path) -> None:
     assert noticed > len(sound) / 2
     assert len(warned) <= len("seal")
     assert b"seal" in sound[min(warned) : max(warned) + 1]
-
-
-def test_a_record_of_an_earlier_version_warns(path: Path) -> None:
-    storage.write_json(path, storage.record_json(KEPT, 7))
-    with pytest.warns(UserWarning, match=r"record\.json: has no digest, like all files of versions before"):
-        assert read(path) == KEPT

@@ -48,17 +48,10 @@ RECORD = RecordCentral(
 PUBLISHED = PublishedPdfa(
     layers=(
         PublishedLayer(fan_in=65, width=32, gamma_min=0.8, gamma_max=1.0, inputs_bounded_below=True),
-        PublishedLayer(
-            fan_in=33, width=10, gamma_min=1, gamma_max=1, inputs_bounded_below=False, noised=False
-        ),
+        PublishedLayer(fan_in=33, width=10, gamma_min=1, gamma_max=1, inputs_bounded_below=False, noised=False),
     ),
-    batch_size=256,
-    sigma=5.0,
-    tau_b=1.0,
-    tau_h_min=0.8,
-    tau_h_max=1.0,
-    steps=7,
-)
+    batch_size=256, sigma=5.0, tau_b=1.0, tau_h_min=0.8, tau_h_max=1.0, steps=7,
+)  # fmt: skip
 CALIBRATED = (
     PoissonGaussian(noise_multiplier=1.0, sampling_probability=0.1, steps=20),
     *(PoissonLaplace(scale=1.0, sampling_probability=0.1, steps=20), Gaussian(noise_multiplier=1.0, steps=4)),
@@ -69,27 +62,20 @@ CALIBRATED = (
     StagedResponse(step_epsilon=0.5, n_classes=10, stages=3),
     LabelCounts(light=((0.3, 0.1, 0.0), (0.0, 0.2, 0.4)), dark=(3.0, 4.0, 3.5), beta=1e-6),
     LabelArgmax(step_epsilon=1.0, n_classes=4, beta=1e-7),
-    RejectionGaussian(
-        noise_multiplier=2.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, steps=4
-    ),
+    RejectionGaussian(noise_multiplier=2.0, sampling_probability=0.1, n_records=1000, min_batch_size=80, steps=4),
     ConvexLastIterate(
         objective="margin", clip=0.5, learning_rate=1.9, batches=6, epochs=3, noise_multiplier=4.0,
         final_noise=2.0,
     ),
     PrivateSelection(mean=5.0, mu=0.5),
     PrivateSelection(
-        mean=3.0,
-        mu=0.02,
+        mean=3.0, mu=0.02, adjacency=Adjacency.ZERO_OUT, release=Release.EVERY_UPDATE,
         trials=(
             NoisyTrial(law="gaussian", scale=1.5, probability=0.1, steps=20, what="Poisson batches"),
             NoisyTrial(law="gaussian", scale=2.0, probability=0.2, steps=10),
         ),
-        adjacency=Adjacency.ZERO_OUT,
-        release=Release.EVERY_UPDATE,
     ),
-    ZoGaussian(
-        noise_multiplier=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3
-    ),
+    ZoGaussian(noise_multiplier=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3),
     ZoLaplace(scale=1.2, sampling_probability=0.1, clip_norm=0.5, divisor=16, directions=2, steps=3),
     RecordReplaced(noise_multiplier=1.3, sampling_probability=0.1, clip_norm=0.7, divisor=256, steps=3),
 )  # fmt: skip
@@ -259,15 +245,11 @@ _factor = st.floats(1.05, 3)
 
 @settings(max_examples=6)
 @given(_noise, _factor, st.integers(1, 20), st.integers(1, 20))
-@pytest.mark.parametrize(
-    "mechanism",
-    [
-        pytest.param(m, marks=pytest.mark.slow) if isinstance(m, PrivateSelection) else m
-        for m in QUICK
-        if not isinstance(m, RandomizedResponse)
-    ],
-    ids=_name,
-)
+@pytest.mark.parametrize("mechanism", [
+    pytest.param(m, marks=pytest.mark.slow) if isinstance(m, PrivateSelection) else m
+    for m in QUICK
+    if not isinstance(m, RandomizedResponse)
+], ids=_name)  # fmt: skip
 def test_more_noise_never_raises_and_more_steps_never_lower(
     mechanism: Mechanism, noise: float, factor: float, steps: int, more: int
 ) -> None:
@@ -283,11 +265,9 @@ def test_more_noise_never_raises_and_more_steps_never_lower(
 
 @settings(max_examples=10)
 @given(st.permutations([0.5, 1.0, 1.5, 2.0]))
-@pytest.mark.parametrize(
-    "mechanism",
-    [RECORD, *(pytest.param(CALIBRATED[n], marks=pytest.mark.slow) for n in (5, 6, 7))],
-    ids=_name,
-)
+@pytest.mark.parametrize("mechanism", [
+    RECORD, *(pytest.param(CALIBRATED[n], marks=pytest.mark.slow) for n in (5, 6, 7)),
+], ids=_name)  # fmt: skip
 def test_the_order_of_composition_does_not_matter(mechanism: Mechanism, order: list[float]) -> None:
     def total(noises: list[float]) -> float:
         return guarantees([mechanism.with_noise(noise) for noise in noises], delta=DELTA)[0].epsilon
@@ -340,11 +320,9 @@ def test_products_of_a_description_that_overflow_are_named() -> None:
 
 
 @pytest.mark.parametrize("noise", [1e-300, 1e-9, 1e-2, 1e8, 1e300])
-@pytest.mark.parametrize(
-    "mechanism",
-    [m for m in CALIBRATED if not isinstance(m, RandomizedResponse | LabelArgmax | StagedResponse)],
-    ids=_name,
-)
+@pytest.mark.parametrize("mechanism", [
+    m for m in CALIBRATED if not isinstance(m, RandomizedResponse | LabelArgmax | StagedResponse)
+], ids=_name)  # fmt: skip
 def test_extreme_noise_is_bounded_from_above(mechanism: Mechanism, noise: float) -> None:
     """Neither overflow nor a division by zero, and never less than a hundred times the noise would give."""
     guarantee = guarantees([mechanism.with_noise(noise)], delta=DELTA)[0]

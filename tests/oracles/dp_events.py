@@ -1,6 +1,7 @@
 """Mechanisms as events of dp_accounting, for its own accountants: a second opinion on every number."""
 
 from functools import singledispatch
+from typing import Any
 
 import dp_accounting as dp
 
@@ -16,15 +17,18 @@ def event(mechanism: Mechanism) -> dp.DpEvent:
     raise NotImplementedError(type(mechanism).__name__)
 
 
+def sampled(mechanism: Any, one: dp.DpEvent) -> dp.DpEvent:
+    batch = dp.PoissonSampledDpEvent(mechanism.sampling_probability, one)
+    return dp.SelfComposedDpEvent(batch, mechanism.steps)
+
+
 @event.register(PoissonGaussian)
 @event.register(ClippedRecords)
 @event.register(LabelAmplified)
 def _(mechanism: PoissonGaussian | ClippedRecords | LabelAmplified) -> dp.DpEvent:
     """z over C, which dp_accounting's PLD takes for every relation."""
     noise = dp.GaussianDpEvent(mechanism.noise_multiplier)
-    return dp.SelfComposedDpEvent(
-        dp.PoissonSampledDpEvent(mechanism.sampling_probability, noise), mechanism.steps
-    )
+    return sampled(mechanism, noise)
 
 
 @event.register(LabelBudget)
@@ -39,9 +43,7 @@ def _(mechanism: LabelBudget | LabelReadout | LabelRelease) -> dp.DpEvent:
 def _(mechanism: ZoGaussian) -> dp.DpEvent:
     moved = 1.0 if mechanism.joint_clip else mechanism.directions**0.5
     one = dp.GaussianDpEvent(mechanism.noise_multiplier / moved)
-    return dp.SelfComposedDpEvent(
-        dp.PoissonSampledDpEvent(mechanism.sampling_probability, one), mechanism.steps
-    )
+    return sampled(mechanism, one)
 
 
 @event.register(ZoLaplace)
@@ -50,6 +52,4 @@ def _(mechanism: ZoLaplace) -> dp.DpEvent:
     one: dp.DpEvent = dp.LaplaceDpEvent(mechanism.scale)
     if mechanism.directions > 1:
         one = dp.SelfComposedDpEvent(one, mechanism.directions)
-    return dp.SelfComposedDpEvent(
-        dp.PoissonSampledDpEvent(mechanism.sampling_probability, one), mechanism.steps
-    )
+    return sampled(mechanism, one)

@@ -64,20 +64,14 @@ SENSORS = {
     ),
     "high gain, 10 bits": Sensor(bits=10, gain=2.5, black=40.0, read=1.1, dark=15.0, well=380, dsnu=0.6),
     "converter full first, 12 bits": Sensor(gain=1.6, black=64.0, read=3.0, well=9000, dark=100.0),
-    "warm, 12 bits": Sensor(
-        gain=0.4, black=200.0, read=5.0, dark=2500.0, dark_spread=0.3, well=9000, dsnu=4.0
-    ),
+    "warm, 12 bits": Sensor(gain=0.4, black=200.0, read=5.0, dark=2500.0, dark_spread=0.3, well=9000, dsnu=4.0),
     "telegraph pixels, 14 bits": Sensor(
         bits=14, gain=2.0, black=300.0, read=1.5, telegraph_share=0.05, telegraph=6.0, well=7000,
         read_spread=0.4,
     ),
-    "uneven, 12 bits": Sensor(
-        gain=0.5, black=150.0, read=4.0, prnu=0.05, dsnu=20.0, dark_spread=0.5, well=7500
-    ),
+    "uneven, 12 bits": Sensor(gain=0.5, black=150.0, read=4.0, prnu=0.05, dsnu=20.0, dark_spread=0.5, well=7500),
     "flickering lamp, 12 bits": Sensor(gain=0.8, black=90.0, lamp=0.01, well=4600, read=2.5),
-    "shaded, 10 bits": Sensor(
-        bits=10, gain=0.1, black=30.0, read=12.0, shading=0.1, well=9500, dsnu=8.0, dark=800.0
-    ),
+    "shaded, 10 bits": Sensor(bits=10, gain=0.1, black=30.0, read=12.0, shading=0.1, well=9500, dsnu=8.0, dark=800.0),
 }  # fmt: skip
 """Twelve sensors of different bits, gains, noises and faults."""
 

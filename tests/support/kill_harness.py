@@ -25,30 +25,25 @@ CONFIG: dict[str, Any] = {
     "checkpoint": {"every_steps": 2, "keep": 1}, "device": {"name": "gaussian", "noise": {"sigma": 0.5}},
 }  # fmt: skip
 
+POISSON: dict[str, Any] = {
+    **CONFIG,
+    "sampler": {"scheme": "poisson", "batch_size": 10},
+    "data": {"n_classes": 3},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "pdfa": {  # with components and labels kept in the folder
-        **CONFIG,
-        "data": {"n_classes": 3, "components": 6},
+        **CONFIG, "data": {"n_classes": 3, "components": 6},
         "protection": {"kind": "label-randomized-response", "epsilon": 2.0},
     },
     "ulr": {
-        **CONFIG,
-        "optimizer": {"name": "adam"},
-        "sampler": {"scheme": "poisson", "batch_size": 10},
-        "data": {"n_classes": 3},
-        "trainer": {"kind": "ulr", "copies": 2, "noise": "device"},
+        **POISSON, "optimizer": {"name": "adam"}, "trainer": {"kind": "ulr", "copies": 2, "noise": "device"},
         "protection": {"kind": "record", "noise_multiplier": 2.0},
     },
     "zo": {
-        **CONFIG,
-        "epochs": 1,
-        "sampler": {"scheme": "poisson", "batch_size": 10},
-        "data": {"n_classes": 3},
-        "trainer": {"kind": "zo", "directions": 2},
+        **POISSON, "epochs": 1, "trainer": {"kind": "zo", "directions": 2}, "device": {},
         "protection": {"kind": "record", "noise_multiplier": 1.0},
-        "device": {},
     },
-}
+}  # fmt: skip
 
 
 def data() -> tuple[np.ndarray, np.ndarray]:
@@ -61,9 +56,8 @@ def train(folder: Path, trainer: str) -> None:
     resume = RunFolder(folder).started
     torch.manual_seed(2 if resume else 1)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    training.train(
-        None if resume else CONFIGS[trainer], data=data(), model=model, folder=folder, resume=resume
-    )
+    config = None if resume else CONFIGS[trainer]
+    training.train(config, data=data(), model=model, folder=folder, resume=resume)
 
 
 def attempt(folder: Path, trainer: str, moment: Moment | None) -> int:

@@ -122,9 +122,7 @@ def tokens(n: int) -> Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3, bias=False)), features(4)),
-    "linear over positions": (
-        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), features(6, 4),
-    ),
+    "linear over positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), features(6, 4)),
     "convolution in 1d": (
         lambda: nn.Sequential(
             nn.Conv1d(2, 4, 3, padding=1, groups=2), nn.Tanh(),
@@ -189,9 +187,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "decoder tied by a function": (lambda: Decoder("function"), tokens),
     "decoder": (lambda: Decoder("no"), tokens),
     "padded embedding": (lambda: nn.Embedding(VOCABULARY, 3, padding_idx=0), tokens),
-    "linear used twice": (
-        lambda: Custom(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Linear(4, 4)), features(4),
-    ),
+    "linear used twice": (lambda: Custom(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Linear(4, 4)), features(4)),
     "convolution used twice": (
         lambda: Custom(lambda m, x: m.f(torch.tanh(m.f(x))), f=nn.Conv2d(2, 2, 3, padding=1)),
         features(2, 4, 4),

@@ -32,8 +32,6 @@ STORIES: dict[str, list[Stop]] = {
     "record-ctrl-c": [(3, signal.SIGINT), (7, signal.SIGINT), None],
     "record-kill": [(3, signal.SIGINT), (4, signal.SIGKILL), (2, signal.SIGINT), None],
 }
-
-
 RECORD: dict[str, Any] = {"protection": {"kind": "record", "epsilon": 2.0}}
 RECORD["sampler"] = {"scheme": "poisson", "batch_size": 16}
 CONFIG = config_of(

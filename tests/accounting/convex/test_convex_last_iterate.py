@@ -109,15 +109,12 @@ def test_schedule_against_an_optimiser(seed: int) -> None:
         return np.array(path)
 
     found = minimize(
-        lambda a: float(np.sum((a / noises) ** 2)),
-        shifts,
-        bounds=[(0, None)] * steps,
+        lambda a: float(np.sum((a / noises) ** 2)), shifts, bounds=[(0, None)] * steps,
         constraints=[
-            {"type": "ineq", "fun": lambda a: left(a)[:-1]},
-            {"type": "eq", "fun": lambda a: left(a)[-1]},
+            {"type": "ineq", "fun": lambda a: left(a)[:-1]}, {"type": "eq", "fun": lambda a: left(a)[-1]},
         ],
         options={"ftol": 1e-14, "maxiter": 2000},
-    )
+    )  # fmt: skip
     assert found.success
     assert mu_of_schedule(shifts, noises, np.log(c)) == pytest.approx(math.sqrt(found.fun), rel=1e-5)
 
@@ -215,9 +212,8 @@ def test_clipped_softmax_and_its_gap() -> None:
     # k 60, E 400, lambda 0, noise 5: epsilon at eta 0.1, 0.5, 1, 2, and no contraction for comparison.
     run = replace(RUN, objective="softmax", clip=1.0, epochs=400)
     rates = (replace(run, learning_rate=eta) for eta in (0.1, 0.5, 1.0, 2.0))
-    assert [guarantees([one], delta=DELTA)[0].epsilon for one in rates] == pytest.approx(
-        [5.11, 6.05, 7.71, 13.64], abs=0.01
-    )
+    epsilons = [guarantees([one], delta=DELTA)[0].epsilon for one in rates]
+    assert epsilons == pytest.approx([5.11, 6.05, 7.71, 13.64], abs=0.01)
     with pytest.raises(NoGuarantee, match="must be below 2"):
         log_expansion("softmax", 1.0, 10, np.array([4.0]), 0.0)
 

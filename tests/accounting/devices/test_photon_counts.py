@@ -37,9 +37,7 @@ PAIRS = [
 def enumerated_epsilon(a: tuple[float, ...], b: tuple[float, ...], delta: float) -> float:
     """The hockey-stick divergence of two pixels, summed over all pairs of counts, and its root."""
     counts = [np.arange(int(max(pair) + 15 * math.sqrt(max(pair)) + 40)) for pair in zip(a, b, strict=True)]
-    p, q = (
-        np.outer(*(poisson.pmf(n, rate) for n, rate in zip(counts, rates, strict=True))) for rates in (a, b)
-    )
+    p, q = (np.outer(*(poisson.pmf(n, r) for n, r in zip(counts, rates, strict=True))) for rates in (a, b))
     low, high = 0.0, 60.0
     if np.maximum(p - q, 0).sum() <= delta:
         return 0.0

@@ -32,9 +32,7 @@ class ALP4:
         assert self._patterns is not None
         self._patterns[:] = (np.asarray(imgData).reshape(self._patterns.shape) >= 128).astype(np.uint8)
 
-    def SetTiming(
-        self, SequenceId: int | None = None, pictureTime: int | None = None, **options: Any
-    ) -> None:
+    def SetTiming(self, SequenceId: int | None = None, pictureTime: int | None = None, **rest: Any) -> None:
         self._period_us = float(pictureTime or 0)
 
     def Run(self, SequenceId: int | None = None, loop: bool = True) -> None:

@@ -88,7 +88,7 @@ def test_a_broken_package_does_not_stop_the_command(tmp_path: Path) -> None:
 
 
 def test_kinds_of_ours_are_not_taken_and_unknown_names_are_refused() -> None:
-    refuses(ValueError, "'zo_laplace': .* another", type, "Stolen", (Mechanism), {"kind": "zo_laplace"})
+    refuses(ValueError, "'zo_laplace': .* another", type, "Stolen", (Mechanism,), {"kind": "zo_laplace"})
     refuses(plugins.PluginError, "'warp' is not installed", plugins.load, "opusim.trainers", "warp")
     assert plugins.package("opusim.trainers", "warp") == ""
     assert plugins.package("opusim.trainers", "bp") == "opusim"

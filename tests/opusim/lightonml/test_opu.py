@@ -126,7 +126,9 @@ def test_matrices_are_macro_pixels_on_a_mirror_array() -> None:
     assert opu().device.input_shape == (1, 1_000_000)
 
 
-@pytest.mark.parametrize("shape", [(28, 28), (96, 96), (13, 10), (900, 900), (912, 1140), (101, 95)])
+@pytest.mark.parametrize(
+    "shape", [(28, 28), (96, 96), (13, 10), (900, 900), (912, 1140), (101, 95), (300, 20)]
+)
 def test_an_image_stands_where_lightonml_puts_it(shape: tuple[int, int]) -> None:
     import_lightonml()
     from lightonml.internal.input_roi import InputRoi

@@ -44,7 +44,7 @@ ROWS: dict[str, dict[str, Row]] = {
     "vit": COMMON
     | {
         f"{PDFA}, planes": Row(feedback={"encoding": "planes"}, device="gaussian", seeds=3),
-        f"{PDFA}, noise 0.1": Row(device="gaussian", sections={"noise": {"sigma": 0.1}}, seeds=3),
+        f"{PDFA}, no noise": Row(device="gaussian", sections={"noise": {"sigma": 0.0}}, seeds=3),
         f"{PDFA}, head starts as feedback": Row(device="gaussian", start="head", seeds=3),
     },
 }

@@ -321,10 +321,14 @@ class ResponseTest:
 
     @property
     def silent(self) -> np.ndarray:
-        """Which outputs respond by less than a half, over the loudest block so far, shape (n_outputs,)."""
-        looks = max(int(self._looks[self._loudest]), 1)
+        """Which outputs respond by less than a half, over the loudest block so far, shape (n_outputs,).
+
+        The half is of their median where that is a quarter or more: light that falls to a half silences none.
+        """
+        responses = self._totals[self._loudest] / max(int(self._looks[self._loudest]), 1)
+        common = float(np.median(responses)) if responses.size else 1.0
         silent = self.judged.copy()
-        silent[self.judged] = self._totals[self._loudest] / looks < 0.5
+        silent[self.judged] = responses < 0.5 * (min(common, 1.0) if common > 0.25 else 1.0)
         return silent
 
     def smallest(self, looks: int) -> float:

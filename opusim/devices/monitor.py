@@ -441,7 +441,8 @@ class Monitor(Unmonitored):
                 f"has about {100 * share:.1f} % of its outputs silent or stuck",
                 "mask them, or have it repaired",
             )
-        if other and correlation < least:
+        # another medium loses as much of the slope as of the correlation; less light loses the slope alone
+        if other and correlation < least and 1 - correlation > 0.5 * (1 - size):
             return self._fault(
                 f"reads its reference vectors with a correlation of {correlation:.2f} to their first readings: "
                 "its medium decorrelated or was swapped",

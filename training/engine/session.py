@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from opusim.accounting.explanation import large_delta, large_epsilon
 from opusim.accounting.guarantee import Adjacency, BudgetExceeded
 from opusim.accounting.ledger import Ledger
+from opusim.camera.from_description import cautions
 from opusim.description.section import flat
 from opusim.devices.base import NoisyDevice
 from opusim.devices.baseline import Baseline
@@ -292,8 +293,10 @@ def _train_in(folder: RunFolder, plan: RunPlan, watcher: Callback | None, *, res
 
 
 def _hints(plan: RunPlan) -> Iterator[str]:
-    """Yield warnings before a new run: of features, IDs, a large delta or epsilon, and empty batches."""
+    """Yield warnings before a new run: of the camera, features, IDs, a large delta or epsilon, and empty batches."""
     config, data = plan.config, plan.config.data
+    if plan.description is not None:
+        yield from cautions(plan.description)
     public = config.protection.protects != "records"
     if (hint := features_named_as_identifiers(plan.dataset.columns)) is not None:
         yield hint

@@ -121,6 +121,7 @@ def checks_until_stop(device: NoisyDevice, most: int) -> tuple[int, str] | None:
 
 SMALL_FAULTS = {
     (Fault.LIGHT_CHANGED, 0.9): "times what it read at the beginning: its light changed",
+    (Fault.LIGHT_CHANGED, 0.5): "times what it read at the beginning: its light changed",
     (Fault.DEAD_OUTPUTS, 0.05): "% of its outputs silent or stuck",
     (Fault.HOT_OUTPUTS, 0.015): "% of its outputs silent or stuck",
     (Fault.DECORRELATED, 0.8): "its medium decorrelated or was swapped",

@@ -58,7 +58,7 @@ def test_a_warning_names_its_run(tmp_path: Path) -> None:
             return super().forward(x)
 
     spec = {"config": {"epochs": 1}, "axes": {"seed": [0, 1]}}
-    with pytest.warns(UserWarning, match=": odd") as caught:
+    with pytest.warns(UserWarning, match="odd") as caught:
         found = sweep(
             spec, data=records(), test=records(), model=Warning(), folder=tmp_path / "sweep", jobs=1
         )

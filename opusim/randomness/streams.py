@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 kernels, cards = Deferred("opusim.randomness.kernels"), Deferred("opusim.randomness.cards")
 
 CARDS = ("cuda",) if torch.version.hip is None else ()
-"""Types of torch devices that draw noise that no one can replay themselves; AMD's arithmetic was never checked."""
+"""Types of torch devices on which a `SystemStream` draws; AMD's, called the same, were never checked."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

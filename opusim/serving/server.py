@@ -255,8 +255,8 @@ class Work:
 def require_room(message: Message, window: Window, *, shared: int | None, most: int) -> None:
     """Refuse (ValueError) a call whose answer, or the reading it is cut from, exceeds `most` bytes, before it is read.
 
-    `shared` is the number of outputs of a device that clients share; None for a device of the client's own, which has
-    all outputs up to its window's last.
+    `shared` is the number of outputs of a device that several clients use. It is None if the client has its own device,
+    with all outputs up to its window's last.
     """
     act, arrays = message.value("act", str), message.arrays
     own = window.first + window.n_outputs if shared is None else window.n_outputs

@@ -187,7 +187,7 @@ def require_light(
 
 
 def light_is_unswitched(light: float, blank: float, top: int) -> str:
-    """Return cause and remedy of a bright blank frame to which the anchor adds hardly any light; empty otherwise."""
+    """Return cause and remedy if the blank frame is bright and the anchor adds little light; empty otherwise."""
     if blank < _BRIGHT * top or light > _BRIGHT * blank:
         return ""
     return (

@@ -343,6 +343,6 @@ WITHIN = [(Fault.LIGHT_CHANGED, 1.029), (Fault.LIGHT_CHANGED, 0.971), (Fault.DEA
 
 @pytest.mark.parametrize(("fault", "amount"), WITHIN)
 def test_changes_within_the_tolerances_pass(fault: Fault, amount: float, seed: int) -> None:
-    """Where hardly any noise hides them."""
+    """In little noise."""
     device = faulty("gaussian", fault, amount=amount, seed=seed, noise={"sigma": 0.05})
     assert checks_until_stop(device, 40) is None

@@ -363,9 +363,9 @@ def test_no_zero_tells_the_sign_of_a_number(
         monkeypatch.setattr(streams, "CARDS", (CARD.type,))
     for s in (-GRID / 4, GRID / 4):
         for kind in (torch.float32, torch.float64):
-            y = stream.add_rounded(torch.full((60_000,), s, dtype=kind), STD)
+            y = stream.add_rounded(torch.full((400_000,), s, dtype=kind), STD)
             zeros = y[y == 0]
-            assert len(zeros) > 5
+            assert len(zeros) > 5  # 92 are expected
             assert not zeros.signbit().any()
         found = stream.rounded(20_000, STD).added_to(torch.full((20_000,), s))
         assert not found[found == 0].signbit().any()
